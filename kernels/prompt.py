@@ -114,14 +114,6 @@ def _block(
     return out.masked_fill(nothing.repeat_interleave(groups, dim=1)[..., None], 0.0)
 
 
-def one_for_all(sinks: Tensor | None) -> Tensor | None:
-    """Sinks [1,H_q] as [H_q], the shape of the kernel's argument: one layer, equal in all sequences."""
-    if sinks is None:
-        return None
-    assert len(sinks) == 1, "the kernel attends one layer at a time"
-    return sinks[0]
-
-
 def prompt_attention_ref(
     queries: Tensor, keys: Tensor, values: Tensor, query_positions: Tensor, key_positions: Tensor, scaling: float,
     softcap: float | None = None, sliding_window: int | None = None, sinks: Tensor | None = None,

@@ -10,6 +10,7 @@ Shapes: B batch, H_q query heads, w queries of a window, T slots, D head dim.
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cached_property
+from typing import Literal
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.policies.pre_passes.pre_pass import ExtraPasses
 from kvbench.policies.press import KVPress
+from kvbench.policies.selections.fair import Fair
 from kvbench.policies.stores.dense import Dense
 
 ROWS_AT_ONCE = 2**22  # number of attention weights in memory at once
@@ -29,11 +31,14 @@ ROWS_AT_ONCE = 2**22  # number of attention weights in memory at once
 def check_latents(policy: Policy) -> None:
     """Raise ValueError if a policy cannot be used with latents, which all heads share and which need one token set."""
     needs = Needs() if policy.scorer is None else policy.scorer.needs
+    fair, scorer = policy.selection, policy.scorer
     reasons = {
         "runs a press of kvpress, which reads the keys and values of heads": isinstance(policy, KVPress),
         "has a separate budget for each head": policy.allocator.per_head,
         "keeps a token set for each query head": policy.granularity == "query_head",
-        "divides its window among the parts of a prompt": policy.divides_window,
+        "divides its window among the parts of a prompt": isinstance(fair, Fair)
+        and scorer is not None
+        and fair.divides(scorer),
         "merges keys and values": policy.merger.merges,
         "uses sparse attention": policy.reader is not None,
         "reads unrotated keys": needs.model,
@@ -77,11 +82,8 @@ class LatentObservation(Observation):
     def window_mean(self, window: int) -> Tensor:
         return self.heads.window_mean(window).mean(1, keepdim=True)
 
-    def window_variance(self, window: int) -> Tensor:
-        return self.heads.window_variance(window).transpose(1, 2)
-
-    def window_entropy(self, window: int) -> Tensor:
-        return self.heads.window_entropy(window).transpose(1, 2)
+    def window_spread(self, statistic: Literal["variance", "entropy"], window: int) -> Tensor:
+        return self.heads.window_spread(statistic, window).transpose(1, 2)
 
     def window_largest(self, window: int) -> Tensor:
         return self.window_mean(window)[:, 0]

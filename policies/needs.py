@@ -16,11 +16,11 @@ class Needs:
     keys: a scorer reads the keys or values of each head; if all heads share one latent, the mean of their scores is
     used.
     newest_row: a scorer reads the attention of the newest query while decoding.
-    model: the part uses the layer's rotation or its output projection (`Observation.rotation`).
+    model: the part uses the layer's rotation or its output projection (`Observation.model`).
     memory: a scorer stores data per sequence and layer instead of per slot (`Observation.memory`).
     evictable: a scorer uses which tokens may be evicted (`Observation.evictable`).
-    question: the part uses the start of the prompt's question (`Observation.questions`); the window contains the
-    question.
+    question: the part uses the start of the prompt's question (`Observation.sequences.questions`); the window
+    contains the question.
     layer: the part uses the layer index, so layers cannot be scored together.
     kept: a scorer uses the tokens that earlier layers kept (`selected`).
     query_heads: running statistics are kept per query head, not averaged over the group.

@@ -6,13 +6,10 @@ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M new queries, 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor
 
-from kvbench.kernels.decode import decode_attention
-from kvbench.kernels.prompt import one_for_all, prompt_attention
 from kvbench.kernels.query_sums import (
     MOST_QUERIES,
     Moments,
@@ -23,10 +20,10 @@ from kvbench.kernels.query_sums import (
     window_largest,
     window_statistics,
 )
-from kvbench.kernels.references import FEW_QUERIES, Attended, attention_logits, rows_and_sight
-from kvbench.kernels.tiles import INTERPRETED, decodes, use_triton
+from kvbench.kernels.references import attention_logits, rows_and_sight
+from kvbench.kernels.tiles import INTERPRETED, use_triton
 from kvbench.policies.constants import on_device
-from kvbench.policies.model_layer import Rotation
+from kvbench.policies.model_layer import ModelLayer
 from kvbench.policies.ranking import protected
 from kvbench.policies.step_info import (
     MOVED,
@@ -84,52 +81,9 @@ class Observation:
     known: StepCache = field(default_factory=dict, repr=False)
 
     @property
-    def recent_queries(self) -> Tensor | None:
-        """[B,H_q,w,D]: the queries of the observation window."""
-        return None if self.window is None else self.window.queries
-
-    @property
-    def recent_positions(self) -> Tensor | None:
-        """[B,w]: the positions of the observation window."""
-        return None if self.window is None else self.window.positions
-
-    @property
-    def ahead(self) -> int:
-        """Number of queries of a lookahead, which follow those of the observation window."""
-        return 0 if self.window is None else self.window.ahead
-
-    @property
-    def budgets(self) -> tuple[int, ...]:
-        """The layer's slots per KV head for each sequence."""
-        return self.sequences.budgets
-
-    @property
-    def prompts(self) -> tuple[int, ...]:
-        """The prompt length of each sequence, with all earlier tokens.
-
-        Empty while decoding on a GPU, unless the policy has a pre-pass or `schedule.protect` is "prompt".
-        """
-        return self.sequences.prompts
-
-    @property
-    def questions(self) -> tuple[int, ...]:
-        """The position of the question in each sequence, if `needs.question`."""
-        return self.sequences.questions
-
-    @property
-    def packed(self) -> bool:
-        """Whether no slot is empty."""
-        return self.slots.packed
-
-    @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.queries.shape[1] // self.keys.shape[1]
-
-    @property
-    def ratings(self) -> Tensor | None:
-        """[B,M] float32: ratings of this step's tokens by a pre-pass (`TokenRating`), if there is one."""
-        return self.shared.get("ratings")
 
     @cached_property
     def occupied(self) -> Tensor:
@@ -174,7 +128,7 @@ class Observation:
 
     def window_sums(self, window: int) -> Tensor:
         """`window_attention` summed over the queries: [B,H_kv,G,T] float32."""
-        if self.reduces(window):
+        if self._reduces(window):
             return self._by_kernel("sums", window)
         if ("rows", window) in self.known:
             return self.known["rows", window].sum(-2)
@@ -185,40 +139,37 @@ class Observation:
 
     def window_mean(self, window: int) -> Tensor:
         """`window_sums` averaged over the query heads of a group: [B,H_kv,T] float32."""
-        if self.reduces(window):
+        if self._reduces(window):
             return self._by_kernel("sums", window).mean(2)
         rows, sight = self._rows_and_sight(window)
         if sight is not None:
             return self.once(("mean", window), lambda: self.window_sums(window).mean(2))
         return self.once(("mean", window), lambda: rows.sum((2, 3)).div_(rows.shape[2]))
 
-    def window_length(self, window: int) -> int:
-        """Number of queries in the window, at most `window` and those of a lookahead."""
-        return self._window_call(window)[0].shape[2]
+    def window_spread(self, statistic: Literal["variance", "entropy"], window: int) -> Tensor:
+        """Per slot, [B,H_kv,G,T] float32: the unbiased variance of `window_attention` over its queries, or the slot's
+        part of its entropy, summed over the queries.
+        """
+        if self._reduces(window):
+            return self._by_kernel(statistic, window)
+        compute = variance if statistic == "variance" else entropy
+        return self.once((statistic, window), lambda: compute(self.window_attention(window)))
 
-    def window_variance(self, window: int) -> Tensor:
-        """Unbiased variance of `window_attention` over the queries: [B,H_kv,G,T] float32."""
-        if self.reduces(window):
-            return self._by_kernel("variance", window)
-        return self.once(("variance", window), lambda: variance(self.window_attention(window)))
+    def window_largest(self, window: int) -> Tensor | None:
+        """The largest KV head's mean attention at each slot, summed over the window: [B,T]; only of a prompt.
 
-    def window_entropy(self, window: int) -> Tensor:
-        """Each slot's part of the entropy of `window_attention`, summed over the queries: [B,H_kv,G,T] float32."""
-        if self.reduces(window):
-            return self._by_kernel("entropy", window)
-        return self.once(("entropy", window), lambda: entropy(self.window_attention(window)))
-
-    def window_largest(self, window: int) -> Tensor:
-        """The largest KV head's mean attention at each slot, summed over the window: [B,T]; only of a prompt."""
+        None where `window_attention` is no slower.
+        """
+        if not self._reduces(window):
+            return None
         return window_largest(*self._window_call(window), self.params.sinks, self.slots.bias)
 
-    def reduces(self, window: int) -> bool:
+    def _reduces(self, window: int) -> bool:
         """Whether a kernel computes the statistics of a window without its rows: on GPUs, without a bias."""
         if self.slots.bias is not None or (self.queries.is_cpu and not INTERPRETED):
             return False
-        if self.window is not None and self.window.own is not None:
-            return False
-        return 1 < window + self.ahead <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)
+        ahead = 0 if self.window is None else self.window.ahead
+        return 1 < window + ahead <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)
 
     def _by_kernel(self, statistic: Literal["sums", "variance", "entropy"], window: int) -> Tensor:
         """A statistic of the window. The variance and the entropy are computed in one launch with the sums."""
@@ -250,23 +201,7 @@ class Observation:
     def sees_all(self) -> bool:
         """Whether one decoded token sees all stored tokens, so that no mask is needed."""
         single = self.phase == "decode" and self.queries.shape[2] == 1
-        return single and self.packed and self.params.sliding_window is None
-
-    def attend_newest(self) -> Tensor | None:
-        """Attention output [B,H_q,1,D] of a decoded token by a kernel that stores its weights for the scorer.
-
-        None without such a kernel.
-        """
-        if self.phase != "decode" or not decodes(self.queries):
-            return None
-        packed = self.sequences.aligned and self.sees_all
-        places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (self.query_positions, self.positions)
-        how = *places, *self.params[:3], one_for_all(self.params.sinks)
-        call = self.queries, self.keys, self.values, *how
-        attention = decode_attention(*call, packed=packed, weights=True, bias=self.slots.bias)
-        assert attention.weights is not None
-        self.store_weights(attention.weights)
-        return attention.out
+        return single and self.slots.packed and self.params.sliding_window is None
 
     def store_weights(self, weights: Tensor) -> None:
         """Store the attention weights [B,H_kv,G,1,T] of a decoded token, so that no method computes them again."""
@@ -282,7 +217,7 @@ class Observation:
         if ("column_sums", 0) not in self.known:
             if self.sees_all:
                 return self.window_attention(1)[:, :, :, 0]
-            self.known["column_sums", 0] = column_sums(*self._call, sinks=self.params.sinks, bias=self.slots.bias)
+            self.known["column_sums", 0] = column_sums(*self.call, sinks=self.params.sinks, bias=self.slots.bias)
         return self.known["column_sums", 0]
 
     def moments(self) -> Moments:
@@ -291,64 +226,21 @@ class Observation:
             mean = self.column_sums().mean(2)
             return Moments(mean, mean.square())
         if ("first", 0) not in self.known:
-            found = attention_moments(*self._call, sinks=self.params.sinks, bias=self.slots.bias)
+            found = attention_moments(*self.call, sinks=self.params.sinks, bias=self.slots.bias)
             self.known["first", 0], self.known["second", 0] = found
         return Moments(self.known["first", 0], self.known["second", 0])
 
-    def attend_and_sum(self, statistic: Literal["column_sums", "moments"]) -> Tensor | None:
-        """Attention output of this step, [B,H_q,M,D], and the statistic, which is stored.
-
-        On a CPU both come from the same rows; on a GPU a second pass computes the statistic from the log-sum-exp. None
-        if separate attention is better: for few queries, with a bias, with gradients, and in 16 bits on a CPU, where
-        PyTorch's attention rounds differently, so that other policies of the same prompt would change the result.
-        """
-        queries, values, sinks = self.queries, self.values, self.params.sinks
-        gradients = torch.is_grad_enabled() and queries.requires_grad
-        if self.slots.bias is not None or queries.shape[2] <= FEW_QUERIES or gradients:
-            return None
-        attended = log_sum_exp = None
-        if use_triton(queries) and use_triton(values):
-            sinks, in_order = None, self._in_order
-            how = *self._call[2:], one_for_all(self.params.sinks), in_order
-            out, log_sum_exp, _ = prompt_attention(queries, self.keys, values, *how)
-        elif queries.element_size() == 2:
-            return None
-        else:
-            attended, in_order = Attended(values, values.new_zeros(*queries.shape[:3], values.shape[-1])), False
-            out = attended.out
-        given: dict[str, Any] = {"sinks": sinks, "log_sum_exp": log_sum_exp, "attended": attended}
-        if statistic == "moments":
-            self.known["first", 0], self.known["second", 0] = attention_moments(*self._call, aligned=in_order, **given)
-        else:
-            self.known["column_sums", 0] = column_sums(*self._call, aligned=in_order, **given)
-        return out
-
     @property
-    def _in_order(self) -> bool:
-        """Whether the slots hold all tokens in order and this step's last, so that kernels need no positions.
-
-        A sliding window counts positions, which equal slots only until an eviction.
-        """
-        last = self.sequences.last
-        if not (self.sequences.aligned and self.slots.ascending and self.packed):
-            return False
-        return self.params.sliding_window is None or (last is not None and self.positions.shape[2] == last + 1)
-
-    @property
-    def _call(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float | None, int | None]:
+    def call(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float | None, int | None]:
         """The attention of this step as arguments of kernels."""
         return self.queries, self.keys, self.query_positions, self.positions, *self.params[:3]
 
     # --- the model, if `needs.model` -------------------------------------------------------------------------------
-    def rotation(self, positions: Tensor) -> Rotation:
-        """The layer's rotation of queries and keys at positions [B,H,n]. ValueError for unsupported families."""
+    @property
+    def model(self) -> ModelLayer:
+        """The layer of the model: its rotation, and its output projection. ValueError for unsupported families."""
         assert self.params.model is not None, "this part does not declare needs.model"
-        return self.params.model.rotation(positions.clamp(min=0))
-
-    def output_projection(self) -> Tensor:
-        """The layer's output projection by query heads, [H_q,D,hidden]. ValueError for unsupported families."""
-        assert self.params.model is not None, "this part does not declare needs.model"
-        return self.params.model.output_projection()
+        return self.params.model
 
     def unrotated_keys(self) -> Tensor:
         """The stored keys before their rotation, [B,H_kv,T,D] float32."""
@@ -356,11 +248,9 @@ class Observation:
         positions = self.positions[:, :1] if whole else self.positions
         if moved is not None and not whole:
             positions = positions + moved.to(positions.dtype)
-        return self.once("unrotated keys", lambda: self.rotation(positions).inverse().apply(self.keys))
-
-    def unrotated_queries(self) -> Tensor:
-        """The queries of this step before their rotation, [B,H_q,M,D] float32."""
-        return self.rotation(self.query_positions[:, None]).inverse().apply(self.queries)
+        return self.once(
+            "unrotated keys", lambda: self.model.rotation(positions.clamp(min=0)).inverse().apply(self.keys)
+        )
 
     # --- tokens by position ----------------------------------------------------------------------------------------
     def newest(self, count: int) -> Tensor:
@@ -377,14 +267,7 @@ class Observation:
 
     def first(self, count: int) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the first `count` positions (sinks)."""
-        return self.positions < count if self.packed else self.occupied & (self.positions < count)
-
-    def within(self, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """[B,H_kv,T] bool: the stored tokens at positions [first, end) of any span."""
-        found = torch.zeros_like(self.positions, dtype=torch.bool)
-        for first, end in spans:
-            found |= (self.positions >= first) & (self.positions < end)
-        return found
+        return self.positions < count if self.slots.packed else self.occupied & (self.positions < count)
 
     def protected(self, first: Sequence[int], newest: Sequence[int]) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the first and the newest positions, counts per sequence."""

@@ -33,7 +33,7 @@ from kvbench.policies.policy_checks import (
 )
 from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass, TokenRating
-from kvbench.policies.ranking import Ranking, half_the_bits
+from kvbench.policies.ranking import Ranking, half_the_bits, within
 from kvbench.policies.readers.reader import Reader, ReadPlan
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer, protected_counts
@@ -148,14 +148,14 @@ class Policy:
         return self.evicts and self.schedule.one_each and not (self.needs.kept or self.needs.layer)
 
     @property
+    def attends_singly(self) -> bool:
+        """Whether each decoded token is a step of its own: sparse attention selects the tokens of each query apart."""
+        return self.reader is not None
+
+    @property
     def rates(self) -> bool:
         """Whether a pre-pass rates each token from the logits before it, so that tokens are processed one by one."""
         return isinstance(self.pre_pass, TokenRating)
-
-    @property
-    def divides_window(self) -> bool:
-        """Whether the scorer's window is divided among the parts of a prompt (`Fair`)."""
-        return self._fair_windows is not None
 
     @cached_property
     def _fair_windows(self) -> Fair | None:
@@ -174,6 +174,13 @@ class Policy:
         same = scorer is self.scorer and merger is self.merger
         return self if same else replace(self, scorer=scorer, merger=merger)
 
+    def observe(self, observation: Observation, state: State) -> None:
+        """Update the running statistics of a layer, in place."""
+        assert self.scorer is not None
+        self.scorer.observe(observation, state)
+        if isinstance(self.pre_pass, TokenRating):
+            self.pre_pass.observe(observation, state)
+
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer; a pure function of the observation."""
         assert self.scorer is not None
@@ -190,7 +197,7 @@ class Policy:
         if self.schedule.protect == "prompt":
             first = list(sequences.prompts)
         stays = observation.protected(first, newest)
-        named = observation.within(self.schedule.spans) if self.schedule.protect == "span" else None
+        named = within(observation.positions, self.schedule.spans) if self.schedule.protect == "span" else None
         stays = stays if named is None else stays | named
         spared = scorer.spares(observation, state, stays)
         spared = named if spared is None else spared if named is None else spared | named

@@ -182,3 +182,11 @@ class Ranking:
             packed,
             ascending=True,
         )
+
+
+def within(positions: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """[B,H_kv,T] bool: the stored tokens at positions [first, end) of any span."""
+    found = torch.zeros_like(positions, dtype=torch.bool)
+    for first, end in spans:
+        found |= (positions >= first) & (positions < end)
+    return found

@@ -36,6 +36,14 @@ class AttentionParams(NamedTuple):
     model: ModelLayer | None = None  # if `needs.model`
     latents: Latents | None = None  # if the store holds latents
 
+    @property
+    def layer_sinks(self) -> Tensor | None:
+        """Sinks [H_q] of one layer, as kernels take them."""
+        if self.sinks is None:
+            return None
+        assert len(self.sinks) == 1, "a kernel attends one layer at a time"
+        return self.sinks[0]
+
 
 class QueryWindow(NamedTuple):
     """The newest w queries [B,H_q,w,D] (w: the scorer's window) and their positions [B,w], oldest first, -1 = none.

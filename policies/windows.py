@@ -20,11 +20,16 @@ def window_rows(observation: Observation, window: int) -> Tensor:
     return observation.window_attention(window).to(observation.keys.dtype)
 
 
+def window_length(observation: Observation, window: int) -> int:
+    """Number of queries in the window, at most `window` and those of a lookahead."""
+    return observation.window_queries(window)[0].shape[2]
+
+
 def window_mean(observation: Observation, window: int, stats_dtype: StatsDtype) -> Tensor:
     """Mean of each query head's attention over the newest `window` queries, [B,H_kv,G,T]; `model` rounds it first."""
     if stats_dtype == "model":
         return window_rows(observation, window).mean(-2)
-    return observation.window_sums(window) / observation.window_length(window)
+    return observation.window_sums(window) / window_length(observation, window)
 
 
 def question_rows(observation: Observation) -> tuple[Tensor, Tensor]:
@@ -32,21 +37,27 @@ def question_rows(observation: Observation) -> tuple[Tensor, Tensor]:
 
     W is the longest question of the batch; rows of other queries are 0.
     """
-    longest = max(end - begin for begin, end in zip(observation.questions, observation.prompts, strict=True))
+    longest = max(
+        end - begin for begin, end in zip(observation.sequences.questions, observation.sequences.prompts, strict=True)
+    )
     rows = observation.window_attention(longest)
-    assert observation.recent_positions is not None, "stored for policies with needs.question"
-    positions = observation.recent_positions[:, -rows.shape[3] :]
-    valid = positions >= on_device(observation.questions, positions.device)[:, None]
+    assert observation.window is not None, "stored for policies with needs.question"
+    positions = observation.window.positions[:, -rows.shape[3] :]
+    valid = positions >= on_device(observation.sequences.questions, positions.device)[:, None]
     return rows.masked_fill(~valid[:, None, None, :, None], 0), valid
 
 
 def window_variance(observation: Observation, window: int, stats_dtype: StatsDtype) -> Tensor:
     """Unbiased variance of each query head's attention over the window, [B,H_kv,G,T]; `model` rounds it first."""
-    return variance(window_rows(observation, window)) if stats_dtype == "model" else observation.window_variance(window)
+    return (
+        variance(window_rows(observation, window))
+        if stats_dtype == "model"
+        else observation.window_spread("variance", window)
+    )
 
 
 def window_entropy(observation: Observation, window: int, stats_dtype: StatsDtype) -> Tensor:
     """Each slot's part of the entropies of the window's attention, [B,H_kv,G,T] float32; `model` rounds it first."""
     if stats_dtype == "model":
         return entropy(widen(window_rows(observation, window)))
-    return observation.window_entropy(window)
+    return observation.window_spread("entropy", window)

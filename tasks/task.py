@@ -118,6 +118,11 @@ class Example:
     shared: Shared | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def generates(self) -> bool:
+        """Whether an answer is generated; else given tokens are scored."""
+        return not self.rated and self.target is None and self.reading is None
+
 
 @dataclass(frozen=True)
 class Thoughts:

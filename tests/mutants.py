@@ -43,7 +43,7 @@ MUTANTS = (
            "Protected(first=self.sinks)\n\n    def score(self, observation: Observation, state: State) -> Tensor:\n        return observation.positions.float()",
            "Protected(first=self.sinks + 1)\n\n    def score(self, observation: Observation, state: State) -> Tensor:\n        return observation.positions.float()"),
     Mutant("keydiff: sign", "return -(keys * anchor).sum(-1)", "return (keys * anchor).sum(-1)"),
-    Mutant("keydiff: empty slots stay out of the anchor", "stored = keys if observation.packed else keys", "stored = keys if True else keys"),
+    Mutant("keydiff: empty slots stay out of the anchor", "stored = keys if observation.slots.packed else keys", "stored = keys if True else keys"),
     Mutant("expected attention: scale of the covariance", "/ (2 * keys.shape[-1])", "/ (1 * keys.shape[-1])"),
     Mutant("expected attention: sinks are not averaged", "counted = observation.query_positions >= self.sinks", "counted = observation.query_positions > self.sinks"),
     Mutant("lagkv: default lag", "lag: int = 128\n    sinks: int = 4", "lag: int = 64\n    sinks: int = 4"),

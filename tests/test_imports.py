@@ -80,6 +80,15 @@ def test_imports_between_packages_follow_the_table(name: str) -> None:
             assert not others, f"{module} imports {', '.join(sorted(others))}"
 
 
+CORE = ("cache", "sequence", "eviction", "attention", "budgets", "layer")
+EXTRAS = ("cascade", "inputs", "latent", "measured", "pre_passes", "pressed", "recurrent", "shared")
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_path_of_a_token_imports_no_extra(name: str) -> None:
+    assert not imported(f"kvbench.cache.{name}") & {f"kvbench.cache.{extra}" for extra in EXTRAS}
+
+
 def test_errors_imports_nothing() -> None:
     assert not imported(LEAF)
 

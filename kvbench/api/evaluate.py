@@ -19,7 +19,8 @@ from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy
 from kvbench.results.result import read_result
-from kvbench.run.run import build_run, check_files
+from kvbench.run.digests import check_files
+from kvbench.run.run import build_run
 from kvbench.run.run_config import run_config
 from kvbench.tasks.task import Task
 

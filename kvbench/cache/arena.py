@@ -100,16 +100,6 @@ class Arena:
         self.version = 0
         self._held: list[dict[Layer, range]] = [{} for _ in range(layers)]
 
-    @property
-    def keys(self) -> list[Tensor]:
-        """[N,D] of each layer."""
-        return [memory["keys"] for memory in self.memory]
-
-    @property
-    def values(self) -> list[Tensor]:
-        """[N,D] of each layer."""
-        return [memory["values"] for memory in self.memory]
-
     def start(self, layer: Layer) -> int:
         """The first slot of a sequence in a layer."""
         return self._held[layer.index][layer].start

@@ -4,6 +4,7 @@ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, m queries of a 
 """
 
 from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,10 +12,12 @@ from torch.nn import functional as F
 
 from kvbench.cache.step import Step
 from kvbench.kernels.decode import decode_attention
-from kvbench.kernels.prompt import attention_behind, masked_attention, one_for_all, prompt_attention
-from kvbench.kernels.references import grouped_attention, visible
+from kvbench.kernels.prompt import attention_behind, masked_attention, prompt_attention
+from kvbench.kernels.query_sums import attention_moments, column_sums
+from kvbench.kernels.references import FEW_QUERIES, Attended, grouped_attention, visible
 from kvbench.kernels.tiles import INTERPRETED, decodes, use_triton
 from kvbench.policies.needs import Needs
+from kvbench.policies.observation import Observation
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import CompressedStore
 
@@ -60,12 +63,69 @@ def _attend_with_statistics(step: Step, needs: Needs) -> Tensor | None:
     if not (step.fresh or dense):
         return None
     if needs.newest_row and dense:
-        out = step.observation.attend_newest()
+        out = _attend_newest(step.observation)
         if out is not None:
             return out
     if step.phase == "decode" and step.observation.sees_all:
         return _weigh(step.observation.window_attention(1), held.values) if needs.newest_row and dense else None
-    return None if needs.sums is None else step.observation.attend_and_sum(needs.sums)
+    return None if needs.sums is None else attend_and_sum(step.observation, needs.sums)
+
+
+def _attend_newest(seen: Observation) -> Tensor | None:
+    """Attention output [B,H_q,m,D] of a decoded token by a kernel that stores its weights for the scorer.
+
+    None without such a kernel.
+    """
+    if seen.phase != "decode" or not decodes(seen.queries):
+        return None
+    packed = seen.sequences.aligned and seen.sees_all
+    places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (seen.query_positions, seen.positions)
+    how = *places, *seen.params[:3], seen.params.layer_sinks
+    call = seen.queries, seen.keys, seen.values, *how
+    attention = decode_attention(*call, packed=packed, weights=True, bias=seen.slots.bias)
+    assert attention.weights is not None
+    seen.store_weights(attention.weights)
+    return attention.out
+
+
+def attend_and_sum(seen: Observation, statistic: Literal["column_sums", "moments"]) -> Tensor | None:
+    """Attention output of this step, [B,H_q,M,D], and the statistic, which is stored.
+
+    On a CPU both come from the same rows; on a GPU a second pass computes the statistic from the log-sum-exp. None
+    if separate attention is better: for few queries, with a bias, with gradients, and in 16 bits on a CPU, where
+    PyTorch's attention rounds differently, so that other policies of the same prompt would change the result.
+    """
+    queries, values, sinks = seen.queries, seen.values, seen.params.sinks
+    gradients = torch.is_grad_enabled() and queries.requires_grad
+    if seen.slots.bias is not None or queries.shape[2] <= FEW_QUERIES or gradients:
+        return None
+    attended = log_sum_exp = None
+    if use_triton(queries) and use_triton(values):
+        sinks, in_order = None, _in_order(seen)
+        how = *seen.call[2:], seen.params.layer_sinks, in_order
+        out, log_sum_exp, _ = prompt_attention(queries, seen.keys, values, *how)
+    elif queries.element_size() == 2:
+        return None
+    else:
+        attended, in_order = Attended(values, values.new_zeros(*queries.shape[:3], values.shape[-1])), False
+        out = attended.out
+    given: dict[str, Any] = {"sinks": sinks, "log_sum_exp": log_sum_exp, "attended": attended}
+    if statistic == "moments":
+        seen.known["first", 0], seen.known["second", 0] = attention_moments(*seen.call, aligned=in_order, **given)
+    else:
+        seen.known["column_sums", 0] = column_sums(*seen.call, aligned=in_order, **given)
+    return out
+
+
+def _in_order(seen: Observation) -> bool:
+    """Whether the slots hold all tokens in order and this step's last, so that kernels need no positions.
+
+    A sliding window counts positions, which equal slots only until an eviction.
+    """
+    last = seen.sequences.last
+    if not (seen.sequences.aligned and seen.slots.ascending and seen.slots.packed):
+        return False
+    return seen.params.sliding_window is None or (last is not None and seen.positions.shape[2] == last + 1)
 
 
 def _attend(step: Step) -> Tensor:
@@ -103,13 +163,13 @@ def _attend_by_kernel(step: Step, covered: bool) -> Tensor | None:
     if not step.fresh and decodes(queries):
         packed = covered and slots.packed
         places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (step.positions, held.positions)
-        seen, sinks = None if covered else window, one_for_all(params.sinks)
+        seen, sinks = None if covered else window, params.layer_sinks
         return decode_attention(*stored, *places, *how, seen, sinks, packed=packed, bias=slots.bias).out
     gradients = torch.is_grad_enabled() and queries.requires_grad
     if slots.bias is not None or not use_triton(queries) or not use_triton(held.values) or gradients:
         return None
     aligned = step.fresh or (covered and _newest_last(step))
-    call = *stored, step.positions, held.positions, *how, window, one_for_all(params.sinks)
+    call = *stored, step.positions, held.positions, *how, window, params.layer_sinks
     return prompt_attention(*call, aligned=aligned).out
 
 

@@ -24,18 +24,15 @@ from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call, check_scores
 from kvbench.cache.columns import Columns, real_columns
 from kvbench.cache.eviction import Evictions
+from kvbench.cache.extras import extras_of, layers_of
 from kvbench.cache.families import check_interface, layout_of
-from kvbench.cache.hook import LayerCall, SharedCall, check_attention, expect
-from kvbench.cache.inputs import ReadsHidden
+from kvbench.cache.hook import LayerCall, check_attention
 from kvbench.cache.interface import check_model, check_policy, uncompiled
 from kvbench.cache.model_layer import model_layer
-from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
 from kvbench.cache.sequence import Sequence, check_length, spread
-from kvbench.cache.shared import SharedReads
 from kvbench.cache.step import Step, append, no_attention
-from kvbench.cache.views import EmptyLayer, KVLayer, stacked
+from kvbench.cache.views import KVLayer, stacked
 from kvbench.errors import ConfigError, as_python
-from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams, StepCache
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers, check_next_prompt
@@ -44,7 +41,7 @@ from kvbench.policies.stores.slots import owned
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
 
 
-class KVCache(ReadsHidden, Cache):
+class KVCache(Cache):
     """A cache that keeps the tokens that its policy selects. Pass it to `model.generate` or to the model itself.
 
     prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt;
@@ -89,8 +86,9 @@ class KVCache(ReadsHidden, Cache):
         for length in prompt_length if isinstance(prompt_length, List) and prompt_length else [prompt_length]:
             if length is not None:
                 check_length(length)
-        if self._layout.latent:
-            check_latents(policy)
+        self.extras = extras_of(self._layout)
+        for extra in self.extras:
+            extra.check(policy)
         check_layers(len(self._layout.attention), policy.store, policy.pre_pass)
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
         self._settings = self.config, policy, several
@@ -98,14 +96,13 @@ class KVCache(ReadsHidden, Cache):
         named = [len(x) for x in (prompt_length, question) if isinstance(x, List)]
         self._add_sequences(named[0] if named else 1)
         self.one_prompt = False  # all sequences process one and the same prompt
-        self._shared = SharedReads(self._layout) if self._layout.owners else None
-        self._evictions = Evictions(self._shared)
+        self._evictions = Evictions(self.extras)
         self._reader: ReferenceType[nn.Module] | None = None  # the model's first attention module
         self._counts: list[int] = []  # tokens of each sequence in the running call
         self._places = self._layout.places
         self._dtype: torch.dtype | None = None
         self._shifts: dict[int, int] = {}  # positions in the model minus those of the cache, see `real_columns`
-        layers: list[Any] = [self._new_layer(index) for index in range(self._layout.layers)]
+        layers = layers_of(self.sequences, self._layout)
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
         super().__init__(layers=layers)
         self._is_user_defined = False  # transformers sets it if `model.generate` receives the cache
@@ -117,15 +114,6 @@ class KVCache(ReadsHidden, Cache):
         config, policy, several = self._settings
         each = enumerate(zip(lengths, questions, strict=True))
         self.sequences[:] = [Sequence(config, policy, n, several, begin, row) for row, (n, begin) in each]
-
-    def _new_layer(self, index: int) -> KVLayer | RecurrentLayer | EmptyLayer:
-        """A layer of the model, by its index there."""
-        place = self._places.get(index)
-        if index not in self._layout.states:
-            return EmptyLayer() if place is None else KVLayer(self.sequences, place)
-        if place is None:
-            return RecurrentLayer(self.sequences, index, self._layout)
-        return RecurrentKVLayer(self.sequences, place, index, self._layout)
 
     def _begin_rows(self, rows: int) -> None:
         """Begin a sequence for each row of the first call. ValueError for another number of rows later."""
@@ -147,28 +135,20 @@ class KVCache(ReadsHidden, Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[LayerCall | Tensor, LayerCall | Tensor]:
         """Pass the new keys and values [B,H_kv,M,D] of a layer, or its latents, to the attention that appends them."""
-        place = self._places[layer_idx]
+        place, new = self._places[layer_idx], (key_states, value_states)
         if place == 0 and (self.config._attn_implementation != NAME or "kvpress" in sys.modules):
             check_attention(self.config)
-        shared = self._shared is not None and place in self._layout.owned
-        call = (SharedCall if shared else LayerCall)(self, layer_idx, key_states, value_states, shared)
-        if self._layout.latent:  # the model expands latents to keys and values of all heads before its attention
-            expect(call)
-            return key_states, value_states
-        return call, call
+        for extra in self.extras:
+            call = extra.new_call(self, layer_idx, place, *new)
+            if call is not None:
+                return call.passed
+        return LayerCall(self, layer_idx, *new).passed
 
     def called(
         self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
-        """The attention of a layer, or of a later layer that shares its keys and values."""
+        """The attention of a layer."""
         index, keys, values = self._places[call.index], call.new_keys, call.new_values
-        if call.done:
-            assert self._shared is not None
-            out = self._shared.attend(index, keys.shape[2], queries, params)
-            if self._shared.all_read:
-                self._end_call()
-            return out
-        call.done = True
         if index == 0 and (self._reader is None or self._reader() is not module):
             self._reader = check_model(self.config, self._reader, module)
         if any(sequence.policy.needs.model for sequence in self.sequences):
@@ -199,11 +179,12 @@ class KVCache(ReadsHidden, Cache):
         """
         if index == 0:
             self._begin_call(queries, mask)
-        self._evictions.share()
+        for extra in self.extras:
+            extra.begin_layer()
         attend = self._attend_prompt if self.one_prompt else self._attend_rows
         out = attend(index, queries, keys, values, params)
-        if index == len(self.attention_layers) - 1 and self._shared is None:
-            self._end_call()
+        if index == len(self.attention_layers) - 1 and all(extra.call_is_over for extra in self.extras):
+            self.end_call()
         return out
 
     def _attend_prompt(
@@ -215,7 +196,7 @@ class KVCache(ReadsHidden, Cache):
         for sequence in sorted(self.sequences, key=lambda sequence: sequence.cost):
             try:
                 for span in sequence.spans if sequence.error is None else ():
-                    self._pass_hidden(sequence, 0, slice(None))
+                    self._begin_step(sequence, 0, slice(None))
                     shared = known[sequence.policy.granularity]
                     step = append(sequence, index, span, queries, keys, values, params, shared)
                     if out is None:
@@ -240,7 +221,7 @@ class KVCache(ReadsHidden, Cache):
                 for span in sequence.spans if sequence.error is None else ():
                     first = columns - count + span.start - sequence.spans[0].start
                     here = slice(first, first + span.end - span.start)
-                    self._pass_hidden(sequence, row, here)
+                    self._begin_step(sequence, row, here)
                     if here == slice(0, columns):
                         out = self._attend_step(append(sequence, index, span, *own, params), row)
                         continue
@@ -259,33 +240,19 @@ class KVCache(ReadsHidden, Cache):
         if not attends_first:
             self._evictions.add(step)
         out = attend(step, step.policy.needs) if attends_first else attend_to_survivors(step)
-        if self._shared is not None:
-            self._shared.add(step.layer.index, row, first, step)
+        for extra in self.extras:
+            extra.attended(step.layer.index, step, row, first)
         if attends_first:
             self._evictions.add(step)
         return out
 
-    @property
-    def reads_hidden(self) -> bool:
-        """Whether a policy scores tokens by the input of attention."""
-        return any(sequence.policy.needs.hidden for sequence in self.sequences)
-
-    def _pass_hidden(self, sequence: Sequence, row: int, here: slice) -> None:
-        """Pass the input [1,m,hidden] of the attention layer that runs to a scorer that reads it."""
-        if not sequence.policy.needs.hidden:
-            return
-        if self.hidden is None:
-            raise ValueError(
-                f"{sequence.policy.name} scores tokens by the input of attention, which model.generate does not pass "
-                "to its cache: use kvbench.generate"
-            )
-        sequence.shared["hidden"] = self.hidden[row : row + 1, here]
+    def _begin_step(self, sequence: Sequence, row: int, columns: slice) -> None:
+        for extra in self.extras:
+            extra.begin_step(sequence, row, columns)
 
     def _begin_call(self, queries: Tensor, mask: Tensor | None) -> None:
         """Split a call of queries [B,H_q,M,D] into the steps of every sequence."""
         self._evictions.end_call()  # of a model with layers without a cache at its end
-        if self._shared is not None:
-            self._shared.begin()
         rows, columns = (len(self.sequences) if self.one_prompt else len(queries)), queries.shape[2]
         if self._is_user_defined and columns == 1 and self.seen == self._layout.restart_length:
             raise ValueError(
@@ -294,8 +261,8 @@ class KVCache(ReadsHidden, Cache):
                 f"does the same, or a prompt of more than {self.seen} tokens"
             )
         self._begin_rows(rows)
-        if mask is not None and self._layout.states:
-            check_padding([sequence.seen for sequence in self.sequences], mask)
+        for extra in self.extras:
+            extra.begin_call(self.sequences, mask)
         self._counts = [columns] * rows if mask is None else mask.sum(-1).tolist()
         for sequence, count in zip(self.sequences, self._counts, strict=True):
             if sequence.error is None:
@@ -304,12 +271,12 @@ class KVCache(ReadsHidden, Cache):
                 except Exception as error:
                     sequence.fail(error)
 
-    def _end_call(self) -> None:
+    def end_call(self) -> None:
         """End a call after its last layer: carry out the evictions and check the budgets."""
         for sequence in self.sequences:
             sequence.before = sequence.columns
         self._evictions.end_call()
-        self._finish([sequence for sequence in self.sequences if not sequence.waits_for_pre_pass])
+        self._finish([sequence for sequence in self.sequences if not sequence.waits])
 
     def _finish(self, sequences: List[Sequence]) -> None:
         """The evictions of a call are done: check the budgets."""
@@ -346,16 +313,12 @@ class KVCache(ReadsHidden, Cache):
         for sequence, own, begin in zip(self.sequences, lengths, questions, strict=True):
             sequence.next_prompt(own, begin)
 
-    def waiting(self, sequence: Sequence) -> list[Step]:
-        """The steps of a sequence, one of each layer, whose evictions wait for a pre-pass."""
-        return self._evictions.waiting(sequence)
-
-    def pre_pass_done(self) -> None:
-        """Carry out the evictions that waited for a pre-pass."""
-        self._evictions.pre_pass_done()
-        waiting = [sequence for sequence in self.sequences if sequence.waits_for_pre_pass]
+    def resume(self, due: List[Step]) -> None:
+        """Carry out evictions that an extra held back, and end the call of the sequences that wait."""
+        waiting = [sequence for sequence in self.sequences if sequence.waits]
         for sequence in waiting:
-            sequence.waits_for_pre_pass = False
+            sequence.waits = False
+        self._evictions.resume(due)
         self._finish(waiting)
 
     def expect(self, tokens: int) -> None:
@@ -392,7 +355,7 @@ class KVCache(ReadsHidden, Cache):
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of recurrent layers' states, which no policy reduces."""
+        """Bytes of the states of layers without keys and values, which no policy reduces."""
         return sum(sequence.state_nbytes for sequence in self.sequences)
 
     @property

@@ -34,7 +34,6 @@ from kvbench.cache.footprint import decoded
 from kvbench.cache.layer import Layer
 from kvbench.cache.sequence import Sequence
 from kvbench.kernels.decode import decode_attention_flat
-from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.references import NewTokens
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
@@ -158,7 +157,8 @@ class DeviceBatch(KVCache):
                 layer.recent.held = queries, positions
             layer.memory |= {name: state[name][layer.index, None] for name in layer.memory if name in state}
             sequence.note_bytes(layer.index)
-        sequence.note_step()
+        codes = sequence.layers[-1].store  # they had the newest token twice
+        sequence.note(beside=codes.step_nbytes if isinstance(codes, TokenCodeLayer) else 0)
         sequence.nan_flags = dict(enumerate(state["nan"][:, None]))
         sequence.states = {name: x.clone() for name, x in sequence.states.items()}
         self._write(member.row, self._empty[member.kind])
@@ -336,7 +336,7 @@ class DeviceBatch(KVCache):
                 params.scaling,
                 params.softcap,
                 params.sliding_window,
-                one_for_all(params.sinks),
+                params.layer_sinks,
                 sums=None if arena.weights is None else arena.weights[index],
                 new_tokens=tokens,
             ).out

@@ -7,14 +7,13 @@ heads, T slots of the longest segment, w queries of a window, D head dim.
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.arena import EMPTY, Arena
-from kvbench.cache.eviction import evict_one, observe
-from kvbench.cache.rows import LazyObservation
+from kvbench.cache.eviction import evict_one
+from kvbench.cache.rows import LazyObservation, numbers_of_a_slot
 from kvbench.cache.sequence import Sequence
 from kvbench.cache.step import keeps_window
 from kvbench.policies.constants import on_device
@@ -86,14 +85,13 @@ class Part:
         self, queries: Tensor, params: List[AttentionParams]
     ) -> Iterator[tuple[tuple[int, ...], AttentionParams]]:
         """Layers with equal attention, as many at once as fit the workspace, and the parameters of their attention."""
-        policy, rows, heads = self.policy, len(self.kinds), self.lengths["starts"].shape[2]
+        policy, rows, stored = self.policy, len(self.kinds), (1, self.lengths["starts"].shape[2], 1, queries.shape[-1])
         equal: dict[object, list[int]] = {}
         for index, how in enumerate(params):
             alike = (*how[:3], how.sinks is None) if policy.layers_alike else index
             equal.setdefault(alike, []).append(index)
-        window, reads = policy.needs.window_decoding or 0, policy.value is not None or policy.merger.merges
-        numbers = queries.shape[2] * max(1, window) + (2 * heads * queries.shape[-1] if window or reads else 0)
-        at_once = max(1, WORKSPACE // (4 * rows * len(self.columns) * numbers))
+        slot = numbers_of_a_slot(policy, queries.shape[2], stored, stored)
+        at_once = max(1, WORKSPACE // (4 * rows * len(self.columns) * slot))
         for some in equal.values():
             for begin in range(0, len(some), at_once):
                 chosen, how = tuple(some[begin : begin + at_once]), params[some[begin]]
@@ -106,7 +104,7 @@ class Part:
         """Evict in some layers, `which` as an index; queries [k,b,H_q,1,D]."""
         rows = FlatRows(self, layers, which, how, queries)
         if rows.state:
-            observe(self.policy, rows.observation, rows.state)
+            self.policy.observe(rows.observation, rows.state)
             rows.store_state()
         evict_one(rows)
 
@@ -138,8 +136,9 @@ class FlatRows:
         self._free, self._full = free, self._counts == limit  # the other sequences have taken one more slot instead
         self.evicting: Tensor | None = self._full.flatten(0, 1)[:, 0]
         self._offsets, there = arena.offsets[which], part.columns < self._counts[..., None]
-        self._inside = torch.where(there, self._starts[..., None] + part.columns, EMPTY)  # [k,b,H,T]
-        self._where = (self._inside + self._offsets[..., None]).flatten(0, 1)  # the same in all layers, [n,H,T]
+        inside = torch.where(there, self._starts[..., None] + part.columns, EMPTY)  # [k,b,H,T]
+        self._slots = FlatSlots([arena.memory[layer] for layer in layers], inside)
+        self._where = (inside + self._offsets[..., None]).flatten(0, 1)  # the same in all layers, [n,H,T]
         width = queries.shape[2] // self._starts.shape[2] if policy.needs.query_heads else 1
         self._stored = {name: arena.statistics[name, width].flatten(0, 1) for name in policy.needs.statistics}
         self.state = {name: x[self._where] for name, x in self._stored.items()}
@@ -166,11 +165,8 @@ class FlatRows:
         self._part.lengths["nan"][self._which] |= ranking.broken().view(self._starts.shape[:2])
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        count = len(self._layers)
-        into = self._inside.flatten(0, 1).gather(-1, slots).view(count, -1)
-        for memories, new in ((self._arena.keys, keys), (self._arena.values, values)):
-            for layer, own, x in zip(self._layers, into, new.reshape(count, -1, new.shape[-1]), strict=True):
-                memories[layer].index_copy_(0, own, x.to(memories[layer].dtype))
+        self._slots.write(slots, "keys", keys)
+        self._slots.write(slots, "values", values)
 
     def release(self, slots: Tensor) -> None:
         chosen = torch.minimum(slots.view(self._starts.shape), self._counts - 1)  # of padding, it may be any slot
@@ -182,10 +178,7 @@ class FlatRows:
         arena, part, count = self._arena, self._part, len(self._layers)
         places = part.lengths["next"][0].repeat(count, 1)
         seen = LazyObservation(
-            {  # without `self`, which would be a cycle and keep the memory
-                "keys": partial(_gathered, arena.keys, self._layers, self._inside),
-                "values": partial(_gathered, arena.values, self._layers, self._inside),
-            },
+            self._slots,
             layer=self._layers[0],
             queries=queries.flatten(0, 1),
             query_positions=places,
@@ -209,9 +202,23 @@ class FlatRows:
         return seen
 
 
-def _gathered(memory: list[Tensor], layers: tuple[int, ...], inside: Tensor) -> Tensor:
-    """Keys or values [n,H,T,D] of some layers, at slots inside [k,b,H,T]."""
-    return torch.cat([memory[layer][own] for layer, own in zip(layers, inside, strict=True)])
+@dataclass(frozen=True)
+class FlatSlots:
+    """Slots [k,b,H,T] of k layers in their memories, which hold keys and values by name."""
+
+    memories: List[Mapping[str, Tensor]]
+    inside: Tensor
+
+    def vectors(self, name: str) -> Tensor:
+        """Keys or values [n,H,T,D]."""
+        return torch.cat([memory[name][own] for memory, own in zip(self.memories, self.inside, strict=True)])
+
+    def write(self, slots: Tensor, name: str, new: Tensor) -> None:
+        """Replace keys or values by new ones [n,H,k,D] at slots [n,H,k]."""
+        count = len(self.memories)
+        into = self.inside.flatten(0, 1).gather(-1, slots).view(count, -1)
+        for memory, own, x in zip(self.memories, into, new.reshape(count, -1, new.shape[-1]), strict=True):
+            memory[name].index_copy_(0, own, x.to(memory[name].dtype))
 
 
 def _select(layers: tuple[int, ...], device: torch.device) -> slice | Tensor:

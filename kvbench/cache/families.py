@@ -9,11 +9,14 @@ which the cache splits into blocks. Decoded tokens are rotated by the length rea
 they are; transformers' own cache does the same, except for the models in `AGAIN`.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 KINDS = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
@@ -28,6 +31,10 @@ far again as one prompt, with the factors of long texts. kvbench's loop does the
 RESTARTING = ("jamba", "zamba")
 """Models whose recurrent layers (Mamba 1) restart at every call of several tokens in transformers."""
 
+OUTPUTS = ("o_proj", "out_proj", "dense")
+"""Names of the output projection of an attention module."""
+GGUF_ROPE_SCALING = ("gpt-oss",)
+"""Architectures of GGUF files of which transformers reads the scaling of the rotary embedding."""
 ELSEWHERE = ("minimax", "recurrent_gemma")
 """Models that store the states of their recurrent layers outside transformers' cache."""
 INSTEAD = "use a model in which every layer stores keys and values, such as Llama, Mistral, Qwen3 or Gemma 3"
@@ -127,6 +134,23 @@ def reset_rotation(model: PreTrainedModel) -> None:
             module.max_seq_len_cached = module.original_max_seq_len
 
 
+def rotary_of(module: nn.Module) -> nn.Module | None:
+    """A new rotary embedding of an attention module's model, from the class in its code; None if it is unknown."""
+    family, code = type(module).__name__.removesuffix("Attention"), sys.modules[type(module).__module__]
+    found: Any = getattr(code, f"{family}RotaryEmbedding", None) or getattr(code, f"{family}TextRotaryEmbedding", None)
+    known = {"self", "x", "position_ids", "layer_type"}
+    if found is None or not signature(found.forward).parameters.keys() <= known:
+        return None
+    made: nn.Module = found(config=module.config)
+    return made
+
+
+def rotary_arguments(rotary: nn.Module, module: Any) -> dict[str, str]:  # noqa: ANN401 - attributes have no type
+    """Arguments of a rotary embedding beside the positions: the type of the module's layer, where types differ."""
+    typed = "layer_type" in signature(rotary.forward).parameters
+    return {"layer_type": module.config.layer_types[module.layer_idx]} if typed else {}
+
+
 def _uniform_length(config: PreTrainedConfig) -> int | None:
     lengths = []
     for part in _rope_parts(config):
@@ -145,6 +169,12 @@ def _rope_parts(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 # --- windows ---------------------------------------------------------------------------------------------------------
+def in_window(config: PreTrainedConfig, tokens: int) -> bool:
+    """Whether a text of this many tokens is within the model's sliding window, which hides none of them yet."""
+    window = getattr(config.get_text_config(decoder=True), "sliding_window", None)
+    return window is not None and tokens <= window
+
+
 def layer_slides(config: PreTrainedConfig, index: int | None) -> tuple[bool, bool]:
     """Whether a layer has a sliding window, and whether the configuration names the types of layers.
 

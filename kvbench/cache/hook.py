@@ -2,7 +2,7 @@
 
 import threading
 from functools import lru_cache
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,29 +53,36 @@ class LayerCaller(Protocol):
 class LayerCall(NotATensor):
     """Stands for a layer's new keys and values [B,H_kv,M,D], from `cache.update` to the attention function.
 
-    index: of the layer in the model. shared: whether later layers read these keys and values. done: the layer itself
-    has attended.
+    index: of the layer in the model. done: the layer has attended.
     """
 
-    def __init__(self, cache: LayerCaller, index: int, keys: Tensor, values: Tensor, shared: bool = False) -> None:
-        self.cache, self.index, self.shared, self.done = cache, index, shared, False
+    def __init__(self, cache: LayerCaller, index: int, keys: Tensor, values: Tensor) -> None:
+        self.cache, self.index, self.done = cache, index, False
         self.new_keys, self.new_values = keys, values
 
-    def check_reader(self) -> None:
-        """InterfaceError for a second layer that reads these keys and values, unless the configuration has it."""
-        if self.done and not self.shared:
+    @property
+    def passed(self) -> tuple["LayerCall | Tensor", "LayerCall | Tensor"]:
+        """What the model gets from its cache and passes on as keys and values."""
+        return self, self
+
+    def attend(self, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams) -> Tensor:
+        """The attention output of queries [B,H_q,M,D]. InterfaceError for a second layer with these keys and values."""
+        if self.done:
             raise InterfaceError(
                 f"the model reads the keys and values of layer {self.index} in another layer too, which its "
                 "configuration does not say (num_kv_shared_layers)"
             )
+        self.done = True
+        return self.cache.called(self, module, queries, columns, params)
 
 
-class SharedCall(LayerCall):
-    """The same for a layer with readers."""
+class LatentCall(LayerCall):
+    """The call of a layer with latents, which the model expands before its attention."""
 
-    def to(self, *args: object, **kwargs: object) -> Self:
-        """Models move shared keys to the device of a reader; instead, its queries are moved to that of the store."""
-        return self
+    @property
+    def passed(self) -> tuple[Tensor, Tensor]:
+        _EXPECTED.call = self
+        return self.new_keys, self.new_values
 
 
 class _Expected(threading.local):
@@ -86,11 +93,6 @@ class _Expected(threading.local):
 _EXPECTED = _Expected()
 """The call of a layer with latents, whose attention then gets plain tensors, which the model expands. The window of the
 newest mask, for models without `layer_types`."""
-
-
-def expect(call: LayerCall) -> None:
-    """The next attention is that of a layer with latents."""
-    _EXPECTED.call = call
 
 
 def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCall, Latents]:
@@ -141,9 +143,8 @@ def kvbench_attention(
     sinks = None if s_aux is None else s_aux.detach()[None]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     how = AttentionParams(scale, softcap, window, sinks, latents=latents)
-    call.check_reader()
     columns = Columns(attention_mask, kwargs.get("position_ids"))
-    return call.cache.called(call, module, query, columns, how).transpose(1, 2).contiguous(), None
+    return call.attend(module, query, columns, how).transpose(1, 2).contiguous(), None
 
 
 def _name(module: nn.Module) -> str:

@@ -7,20 +7,29 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from kvbench.cache.extra import Extra
+from kvbench.cache.sequence import Sequence
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _WATCHED: WeakSet[nn.Module] = WeakSet()
 
 
-class ReadsHidden:
-    """A cache that receives the input [B,M,hidden] of the attention layer that runs, if a policy `reads_hidden`."""
+class HiddenInputs(Extra):
+    """The input [B,M,hidden] of the attention layer that runs, if a policy of the cache reads it."""
 
     hidden: Tensor | None = None
 
-    @property
-    def reads_hidden(self) -> bool:
-        raise NotImplementedError
+    def begin_step(self, sequence: Sequence, row: int, columns: slice) -> None:
+        if not sequence.policy.needs.hidden:
+            return
+        if self.hidden is None:
+            raise ValueError(
+                f"{sequence.policy.name} scores tokens by the input of attention, which model.generate does not pass "
+                "to its cache: use kvbench.generate"
+            )
+        sequence.shared["hidden"] = self.hidden[row : row + 1, columns]
 
 
 def watch_inputs(model: PreTrainedModel) -> None:
@@ -32,6 +41,7 @@ def watch_inputs(model: PreTrainedModel) -> None:
 
 
 def _pass_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, ReadsHidden) and cache.reads_hidden:
-        cache.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    cache: Any = kwargs.get("past_key_values")
+    for extra in getattr(cache, "extras", ()):
+        if isinstance(extra, HiddenInputs) and any(one.policy.needs.hidden for one in cache.sequences):
+            extra.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]

@@ -9,7 +9,6 @@ not detected: load it in its final dtype.
 Shapes: B batch, H heads, n tokens, D head dim.
 """
 
-import sys
 from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -18,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.cache.columns import Columns
-from kvbench.cache.families import InterfaceError, layout_of
+from kvbench.cache.families import OUTPUTS, InterfaceError, layout_of, rotary_arguments, rotary_of
 from kvbench.cache.hook import LayerCall
 from kvbench.policies.model_layer import Rotation
 from kvbench.policies.observation import AttentionParams
 
-PROJECTIONS = ("o_proj", "out_proj", "dense")
 POSITIONS = (1, 3)  # of the tokens of the trial
 
 _LAYERS: WeakKeyDictionary[nn.Module, "RealLayer"] = WeakKeyDictionary()
@@ -56,7 +54,10 @@ class RealLayer:
     def rotation(self, positions: Tensor) -> Rotation:
         """The layer's rotation at positions [B,H,n]. Raises InterfaceError if it cannot be determined."""
         if self._rotary is None:
-            rotary = self._new_rotary()
+            rotary = rotary_of(self._module)
+            if rotary is None:
+                raise self._error("has no rotary embedding that kvbench knows")
+            rotary = rotary.to(self.like.device)
             try:
                 self._pairs = self._try_out(rotary)
             except InterfaceError:
@@ -78,32 +79,18 @@ class RealLayer:
         """[H_q,D,hidden]. Raises InterfaceError unless the projection is a plain matrix."""
         module = self._module
         heads, hidden = module.config.num_attention_heads, module.config.hidden_size
-        for name in PROJECTIONS:
+        for name in OUTPUTS:
             weight = getattr(getattr(module, name, None), "weight", None)
             if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
                 continue
             if weight.dim() == 2 and weight.shape[0] == hidden and weight.shape[1] % heads == 0:
                 found: Tensor = weight.detach().T.unflatten(0, (heads, -1))
                 return found
-        raise self._error(f"has no output projection ({', '.join(PROJECTIONS)}) that is a plain matrix")
-
-    def _new_rotary(self) -> nn.Module:
-        """A rotary embedding of the model's own class."""
-        kind = type(self._module)
-        family, code = kind.__name__.removesuffix("Attention"), sys.modules[kind.__module__]
-        rotary = getattr(code, f"{family}RotaryEmbedding", None) or getattr(code, f"{family}TextRotaryEmbedding", None)
-        known = {"self", "x", "position_ids", "layer_type"}
-        if rotary is None or not signature(rotary.forward).parameters.keys() <= known:
-            raise self._error("has no rotary embedding that kvbench knows")
-        made: nn.Module = rotary(config=self._module.config).to(self.like.device)
-        return made
+        raise self._error(f"has no output projection ({', '.join(OUTPUTS)}) that is a plain matrix")
 
     def _cos_sin(self, rotary: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The model's own cos and sin at positions [B,n]."""
-        more, module = {}, self._module
-        if "layer_type" in signature(rotary.forward).parameters:
-            more["layer_type"] = module.config.layer_types[module.layer_idx]
-        cos, sin = rotary(self.like, positions, **more)
+        cos, sin = rotary(self.like, positions, **rotary_arguments(rotary, self._module))
         return cos, sin
 
     @torch.no_grad()

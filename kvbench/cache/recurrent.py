@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from kvbench.cache.extra import Extra
 from kvbench.cache.families import InterfaceError, Layout
 from kvbench.cache.interface import NoRollback
 from kvbench.cache.sequence import Sequence
@@ -79,8 +80,9 @@ class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
     def _state(self, name: str) -> Tensor | None:
         """A state of all sequences, None before the first token."""
         name = f"{self._name}.{name}"
-        for sequence in self._sequences:
-            sequence.free_state(name)
+        for states in (sequence.states for sequence in self._sequences):
+            if name in states and states[name].is_inference() and not torch.is_inference_mode_enabled():
+                states[name] = states[name].clone()  # so that it can be changed outside of that mode
         parts = [one.states[name] for one in self._sequences if name in one.states]
         if len(parts) <= 1:
             return parts[0] if parts else None
@@ -102,7 +104,8 @@ class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
         count = len(self._sequences)
         parts = new.split(1) if len(new) == count else [new] * count  # one prompt of several sequences
         for sequence, part in zip(self._sequences, parts, strict=True):
-            sequence.hold_state(f"{self._name}.{name}", part.clone())
+            sequence.states[f"{self._name}.{name}"] = part.clone()
+            sequence.note(change=part.nbytes)
 
 
 class RecurrentKVLayer(KVLayer, RecurrentLayer):
@@ -116,14 +119,14 @@ class RecurrentKVLayer(KVLayer, RecurrentLayer):
         """Nothing to do, as in both base classes."""
 
 
-def check_padding(seen: List[int], mask: Tensor) -> None:
-    """ValueError if a later prompt of a batch is padded, because padding would change the states.
+class RecurrentLayers(Extra):
+    """Refuses a later prompt of a batch that is padded, because padding would change the states."""
 
-    seen: tokens of every sequence before the call; mask [B,M] bool marks the real tokens of the call.
-    """
-    for row, (before, padded) in enumerate(zip(seen, (~mask).any(-1).tolist(), strict=False)):
-        if before and padded and mask.shape[1] > 1:
-            raise ValueError(
-                f"sequence {row} is padded after the {before} tokens it has seen, which would change the states of "
-                "recurrent layers: pass later prompts of equal length, or one by one"
-            )
+    def begin_call(self, sequences: List[Sequence], mask: Tensor | None) -> None:
+        padded = [] if mask is None or mask.shape[1] == 1 else (~mask).any(-1).tolist()
+        for row, (sequence, is_padded) in enumerate(zip(sequences, padded, strict=False)):
+            if sequence.seen and is_padded:
+                raise ValueError(
+                    f"sequence {row} is padded after the {sequence.seen} tokens it has seen, which would change the "
+                    "states of recurrent layers: pass later prompts of equal length, or one by one"
+                )

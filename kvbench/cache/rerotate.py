@@ -34,7 +34,9 @@ def close_gaps(held: LayerStore, kept: Tensor, seen: Observation) -> None:
     before = positions + state[MOVED][..., 0].gather(-1, slots).long()
     after = seen.seen[:, None, None] - present.sum(-1, keepdim=True) + rank
     keys = take(held.keys, slots)
-    turned = seen.rotation(after).apply(seen.rotation(before).inverse().apply(keys))
+    turned = seen.model.rotation(after.clamp(min=0)).apply(
+        seen.model.rotation(before.clamp(min=0)).inverse().apply(keys)
+    )
     held.write(slots, torch.where((after != before)[..., None], turned.to(keys.dtype), keys), take(held.values, slots))
     state = held.state
     moved = (after - positions).to(state[MOVED].dtype)[..., None].expand(-1, -1, -1, state[MOVED].shape[-1])

@@ -5,7 +5,7 @@
 Shapes: n rows, H_q query heads, H_kv KV heads, T slots of the longest row, D head dim.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from itertools import chain
 from typing import Any, Protocol
@@ -128,23 +128,40 @@ def note_nan(steps: List[Step], ranking: Ranking) -> None:
             sequence.nan_layer = index
 
 
+class Stored(Protocol):
+    """The slots of n rows."""
+
+    def vectors(self, name: str) -> Tensor:
+        """Their "keys" or "values" [n,H_kv,T,D]."""
+
+
 class LazyObservation(Observation):
     """An observation whose keys and values are made on first use, because few scorers use both.
 
-    load: makes them, by name. layer is missing if it combines several layers.
+    stored: makes them. layer is missing if it combines several layers.
     """
 
-    def __init__(self, load: Mapping[str, Callable[[], Tensor]], **fields: Any) -> None:  # noqa: ANN401
-        self.__dict__.update({"known": {}, "memory": {}, "shared": {}, "_load": load}, **fields)
+    def __init__(self, stored: Stored, **fields: Any) -> None:  # noqa: ANN401
+        self.__dict__.update({"known": {}, "memory": {}, "shared": {}, "_stored": stored}, **fields)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         """Called for a field that was not made yet."""
         if name == "layer":
             raise AttributeError("several layers are scored at once: a scorer that uses the layer needs needs.layer")
-        if name not in self.__dict__.get("_load", {}):
+        if name not in ("keys", "values"):
             raise AttributeError(f"an observation has no {name}")
-        found = self.__dict__[name] = self._load[name]()
+        found = self.__dict__[name] = self._stored.vectors(name)
         return found
+
+
+class _Parts:
+    """The slots of several observations, as rows."""
+
+    def __init__(self, parts: List[Observation]) -> None:
+        self._parts = parts
+
+    def vectors(self, name: str) -> Tensor:
+        return padded([getattr(part, name) for part in self._parts])
 
 
 def stacked(parts: List[Observation]) -> Observation:
@@ -159,7 +176,7 @@ def stacked(parts: List[Observation]) -> Observation:
         queries, places, see_own, *_ = zip(*windows, strict=True)  # no lookahead: single tokens are evicted later
         window = QueryWindow(torch.cat(queries), torch.cat(places), all(see_own))
     whole = LazyObservation(
-        {"keys": lambda: padded([part.keys for part in parts]), "values": lambda: padded([x.values for x in parts])},
+        _Parts(parts),
         queries=torch.cat([part.queries for part in parts]),
         query_positions=torch.cat([part.query_positions for part in parts]),
         positions=padded([part.positions for part in parts], -1),
@@ -197,21 +214,25 @@ def key(step: Step) -> tuple[object, ...]:
     return step.sequence.rule, memory, seen.phase, *heads, window, seen.keys.dtype, seen.keys.device, *params, shared
 
 
-def batches(steps: List[Step]) -> Iterator[list[Step]]:
-    """Splits steps of one `key` into batches of similar lengths that fit into the workspace.
+def numbers_of_a_slot(policy: Policy, query_heads: int, keys: List[int], values: List[int]) -> int:
+    """Numbers that a slot takes in an eviction: attention of the window, and its key and value if the policy uses them.
 
-    A slot takes memory for its key and value, if the policy uses them, and for the attention rows of the window.
+    keys, values: their shapes [B,H_kv,T,D].
     """
+    window, merges = policy.needs.window_decoding or 0, policy.merger.merges
+    numbers = query_heads * max(1, window) + (keys[1] * keys[3] if window or merges else 0)
+    return numbers + (values[1] * values[3] if policy.value is not None or merges else 0)
+
+
+def batches(steps: List[Step]) -> Iterator[list[Step]]:
+    """Splits steps of one `key` into batches of similar lengths that fit into the workspace."""
     if len(steps) == 1:
         yield list(steps)
         return
     lengths = [step.observation.positions.shape[2] for step in steps]
     rest = sorted(range(len(steps)), key=lambda index: -lengths[index])
     first, policy = steps[0].observation, steps[0].policy
-    (_, query_heads, _, dim), (_, heads, _, value_dim) = first.queries.shape, first.values.shape
-    window, merges = policy.needs.window_decoding or 0, policy.merger.merges
-    numbers = query_heads * max(1, window) + (heads * dim if window or merges else 0)
-    numbers += heads * value_dim if policy.value is not None or merges else 0
+    numbers = numbers_of_a_slot(policy, first.queries.shape[1], first.keys.shape, first.values.shape)
     space = WORKSPACE.get(first.keys.device.type, WORKSPACE_GPU) // (4 * numbers)
     while rest:
         longest = lengths[rest[0]]

@@ -16,10 +16,8 @@ from kvbench.cache.budgets import Budgets
 from kvbench.cache.families import layout_of
 from kvbench.cache.layer import Layer
 from kvbench.policies.policy import Policy
-from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.schedule import Span
-from kvbench.policies.stores.token_codes import TokenCodeLayer
 
 _RULES: dict[object, object] = {}
 
@@ -29,8 +27,9 @@ class Sequence:
 
     row: its number in a batch, for messages. names: the model's indices of the layers. seen: tokens seen. columns:
     tokens of all calls, padding included; before: those before the running call. spans: the steps of the running call.
-    shared: data that scorers of several layers exchange within a call. states: of recurrent layers, [1,...] by name.
-    passed, passes: tokens and calls of extra forward passes; passed_entries: those they add to the footprint. isolated:
+    shared: data that scorers of several layers exchange within a call. given: the same from outside of the model, for
+    its next call. states: of layers without keys and values, [1,...] by name. passed, passes: tokens and calls of extra
+    forward passes; passed_entries: those they add to the footprint. waits: the evictions of a prompt wait. isolated:
     an error is stored in `error` instead of raised, so that others continue. peak_nbytes: the most bytes held so far.
     on_change: called with a layer's index after every change of its contents. on_evict: called with a layer, its scores
     and the kept slots, bool [1,H_kv,T], before several tokens are evicted. nan_layer: the first layer that had a NaN
@@ -56,9 +55,10 @@ class Sequence:
         self.started = False
         self.spans: list[Span] = []
         self.shared: dict[str, Tensor] = {}
+        self.given: dict[str, Tensor] = {}
         self.states: dict[str, Tensor] = {}
         self.error: Exception | None = None
-        self.isolated = self.waits_for_pre_pass = False
+        self.isolated = self.waits = False
         self.on_change: Callable[[int], None] | None = None
         self.on_evict: Callable[[Layer, Ranking, Tensor], None] | None = None
         self.nan_layer: int | None = None
@@ -68,7 +68,6 @@ class Sequence:
         self._given, self._question, self._forced = prompt_length, question, several_tokens
         self._rope_switch = layout.uniform_length
         self._last = 0  # columns of the last call
-        self._ratings: Tensor | None = None  # of the token of the next call
         self.clock: Tensor | None = None  # [1] tokens seen, on the device, while a block is recorded
         self._places: dict[tuple[Span, torch.device], tuple[Tensor, Tensor]] = {}
 
@@ -93,8 +92,8 @@ class Sequence:
 
     @property
     def within_call(self) -> bool:
-        """Whether a call of the model is running, or its evictions wait for a pre-pass."""
-        return self.before != self.columns or self.waits_for_pre_pass
+        """Whether a call of the model is running, or its evictions wait."""
+        return self.before != self.columns or self.waits
 
     @property
     def in_prompt(self) -> bool:
@@ -150,8 +149,8 @@ class Sequence:
 
         generating: the caller is `model.generate`, which splits a prompt into parts of one size, the last one shorter.
         """
-        if self.policy.pre_pass is not None and not self.waits_for_pre_pass:
-            self._check_pre_pass()
+        self.shared |= self.given
+        self.given = {}
         first, schedule = self.seen, self.policy.schedule
         if count == columns == 1 and self.columns > 1 and first >= self.budgets.prompt + schedule.late:
             self.spans = [Span(first, first + 1, True, schedule.decode != "grow", "decode")]
@@ -170,8 +169,7 @@ class Sequence:
     def _scheduled(self, count: int) -> list[Span]:
         """The steps of the next `count` tokens; the schedule counts from the start of the prompt."""
         begin, prompt = self.budgets.opened, self.budgets.prompt
-        single = self.policy.reader is not None  # sparse attention selects the tokens of each decoded query separately
-        spans = self.policy.schedule.steps(self.seen - begin, count, prompt - begin, single)
+        spans = self.policy.schedule.steps(self.seen - begin, count, prompt - begin, self.policy.attends_singly)
         return [span._replace(start=span.start + begin, end=span.end + begin) for span in spans] if begin else spans
 
     def _check(self, count: int, columns: int, generating: bool) -> None:
@@ -236,22 +234,16 @@ class Sequence:
 
     def note_bytes(self, index: int) -> None:
         """Update the total number of bytes and its peak after a layer changed."""
-        now = self.layers[index].nbytes
-        self._total_bytes += now - self._bytes[index]
+        now, before = self.layers[index].nbytes, self._bytes[index]
         self._bytes[index] = now
-        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
+        self.note(now - before)
         if self.on_change is not None:
             self.on_change(index)
 
-    def note_extra(self, nbytes: int) -> None:
-        """Update the peak for bytes that extra forward passes hold besides the layers."""
-        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes + nbytes)
-
-    def note_step(self) -> None:
-        """Update the peak for decoding steps of a `DeviceBatch`, where codes have the newest token twice."""
-        held = self.layers[-1].store
-        twice = held.step_nbytes if isinstance(held, TokenCodeLayer) else 0
-        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes + twice)
+    def note(self, change: int = 0, beside: int = 0) -> None:
+        """Change the total number of bytes, and update its peak, also for bytes that were held beside them."""
+        self._total_bytes += change
+        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes + beside)
 
     def footprint(self, kept: List[List[int]], decode_steps: int) -> float:
         """Entries held, summed over the fed tokens and those of pre-passes: mean over layers and KV heads.
@@ -265,49 +257,10 @@ class Sequence:
         entries = counted + (sum(map(sum, kept)) - held) * decode_steps
         return entries / sum(heads) + self.passed_entries
 
-    # --- recurrent states --------------------------------------------------------------------------------------------
     @property
     def state_nbytes(self) -> int:
-        """Bytes of the recurrent layers' states."""
+        """Bytes of `states`."""
         return sum(state.nbytes for state in self.states.values())
-
-    def hold_state(self, name: str, state: Tensor) -> None:
-        """Replace a state [1,...] of a recurrent layer."""
-        before = self.states.get(name)
-        self.states[name] = state
-        self._total_bytes += state.nbytes - (0 if before is None else before.nbytes)
-        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
-
-    def free_state(self, name: str) -> None:
-        """Copy a state that was made in inference mode, so that it can be changed outside of it."""
-        if name in self.states and self.states[name].is_inference() and not torch.is_inference_mode_enabled():
-            self.states[name] = self.states[name].clone()
-
-    # --- pre-passes --------------------------------------------------------------------------------------------------
-    def _check_pre_pass(self) -> None:
-        """Take the ratings of the next token. ValueError without what a pre-pass gives: `model.generate` runs none."""
-        if self.in_prompt:
-            raise ValueError(
-                f"{self.policy.name} needs an extra forward pass over the prompt before it evicts, but model.generate "
-                "runs none: use kvbench.generate"
-            )
-        if self.policy.rates:
-            if self._ratings is None:
-                raise ValueError(
-                    f"{self.policy.name} scores tokens by the model's own probabilities, which model.generate does not "
-                    "pass to its cache: use kvbench.generate"
-                )
-            self.shared["ratings"], self._ratings = self._ratings, None
-
-    def rate_next(self, logits: Tensor, tokens: Tensor) -> None:
-        """Rate the tokens [1,n] of the next call with the logits [1,V] before them, if the policy rates tokens."""
-        if isinstance(self.policy.pre_pass, TokenRating):
-            self._ratings = self.policy.pre_pass.rate(logits[:, None], tokens)
-
-    def rated(self, ratings: Tensor) -> None:
-        """Store the ratings [1,T] of the prompt in the running call."""
-        (span,) = self.spans
-        self.shared["ratings"] = ratings[:, : span.end - span.start]
 
 
 def check_length(length: object) -> int:

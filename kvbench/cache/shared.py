@@ -6,12 +6,19 @@ several steps of the schedule, readers attend to a copy of the slots at each ste
 Shapes: B batch, H_q query heads, M new tokens of a call, n of them that a reader computes, D head dim.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence as List
+from typing import NamedTuple, Self
+
+from torch import Tensor, nn
 
 from kvbench.cache.attention import attend, attend_to_survivors
+from kvbench.cache.columns import Columns
+from kvbench.cache.extra import Caller, Extra, When
 from kvbench.cache.families import Layout
+from kvbench.cache.hook import LayerCall
+from kvbench.cache.sequence import Sequence
 from kvbench.cache.step import Step
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
@@ -31,7 +38,7 @@ class _Read(NamedTuple):
         return attend(step, Needs()) if first else attend_to_survivors(step)
 
 
-class SharedReads:
+class SharedReads(Extra):
     """The steps of owners in the running call."""
 
     def __init__(self, layout: Layout) -> None:
@@ -39,31 +46,33 @@ class SharedReads:
         self._remaining = 0  # readers that have not attended
         self._reads: dict[int, list[_Read]] = {}
 
-    def begin(self) -> None:
-        """Begin a call."""
+    def new_call(self, cache: Caller, index: int, place: int, keys: Tensor, values: Tensor) -> LayerCall | None:
+        return SharedCall(cache, index, keys, values, self, place) if place in self._layout.owned else None
+
+    def begin_call(self, sequences: List[Sequence], mask: Tensor | None) -> None:
         self._remaining = len(self._layout.owners)
         self._reads.clear()
 
     @property
-    def all_read(self) -> bool:
-        """Whether every reader of the call has attended."""
+    def call_is_over(self) -> bool:
         return self._remaining == 0
 
-    def delays(self, step: Step) -> bool:
-        """Whether an eviction waits for readers: that of an owner or a later layer, so that their order is kept."""
-        return step.alone and step.layer.index >= min(self._layout.owned)
+    def before_eviction(self, step: Step) -> When:
+        """That of an owner or a later layer waits for readers, so that their order is kept."""
+        reads_later = not self.call_is_over and step.policy.schedule.order == "attend_then_evict"
+        waits = reads_later and step.alone and step.layer.index >= min(self._layout.owned)
+        return "end of call" if waits else "now"
 
-    def add(self, index: int, row: int, first: int, step: Step) -> None:
-        """Store a step if its layer is an owner; first: the column of its first token in the call."""
-        if index in self._layout.owned:
+    def attended(self, place: int, step: Step, row: int, first: int) -> None:
+        if place in self._layout.owned:
             end = first + step.queries.shape[2]
-            self._reads.setdefault(index, []).append(_Read(row, first, end, step if step.alone else step.copied()))
+            self._reads.setdefault(place, []).append(_Read(row, first, end, step if step.alone else step.copied()))
 
     def attend(self, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:
         """Attention [B,H_q,n,D] of a reader for the last n of a call's `columns`."""
         reads = self._reads[owner]
         self._remaining -= 1
-        if self.all_read:
+        if self.call_is_over:
             self._reads = {}
         here, skipped = queries.to(reads[0].step.values.device), columns - queries.shape[2]
         out = here.new_zeros(*here.shape[:3], reads[0].step.values.shape[-1])
@@ -76,3 +85,23 @@ class SharedReads:
                 except Exception as error:
                     read.step.sequence.fail(error)
         return out.to(queries.device)
+
+
+class SharedCall(LayerCall):
+    """The call of an owner, whose attention is followed by that of its readers. place: among the attention layers."""
+
+    def __init__(self, cache: Caller, index: int, keys: Tensor, values: Tensor, reads: SharedReads, place: int) -> None:
+        super().__init__(cache, index, keys, values)
+        self._owner, self._reads, self._place = cache, reads, place
+
+    def to(self, *args: object, **kwargs: object) -> Self:
+        """Models move shared keys to the device of a reader; instead, its queries are moved to that of the store."""
+        return self
+
+    def attend(self, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams) -> Tensor:
+        if not self.done:
+            return super().attend(module, queries, columns, params)
+        out = self._reads.attend(self._place, self.new_keys.shape[2], queries, params)
+        if self._reads.call_is_over:
+            self._owner.end_call()
+        return out

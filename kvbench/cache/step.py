@@ -84,6 +84,22 @@ class Step:
             return 0
         return budgets.shares[index] if span.phase == "decode" else budgets.within(index, span.end)
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether layers of this policy evict alike: their KV heads have slots of equal number."""
+        ragged = isinstance(self.layer.store, SlotStore) and self.layer.store.starts is not None
+        return self.policy.layers_alike and not (ragged or self.policy.allocator.per_head)
+
+    @property
+    def evicts_one(self) -> bool:
+        """Whether the step evicts at most one token in place.
+
+        In a prompt only if the layer has its final size: before, it may hold many more tokens than its budget.
+        """
+        single = self.observed and self.alone and self.queries.shape[2] == 1
+        dense = isinstance(self.layer.store, SlotStore) and self.layer.store.starts is None
+        return single and dense and self.in_place and self.policy.layers_alike
+
     def read_by(self, queries: Tensor, params: AttentionParams) -> Step:
         """This step for a layer that shares its keys and values: queries [1,H_q,n,D] of the last n tokens."""
         new, some = queries.shape[2], replace(self, queries=queries, params=params, observed=False)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import BudgetError, KVCache, ScoreError, empty_like
 from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.families import layout_of
+from kvbench.cache.pre_passes import rate
 from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompt
@@ -187,7 +188,7 @@ class DecodeBatch:
         places = torch.tensor([[0 if one is None else one.position] for one in rows], device=device)
         for row, sequence in live.items():
             if sequence.logits is not None and sequence.cache is not None:
-                sequence.cache.sequence.rate_next(sequence.logits, tokens[row : row + 1])
+                rate(sequence.cache.sequence, sequence.logits, tokens[row : row + 1])
         logits = logits_of(tokens, places, cache)
         for sequence in live.values():
             assert sequence.cache is not None

@@ -53,7 +53,7 @@ def look_ahead(
         sequence.passed += tokens
         sequence.passes += tokens
         sequence.passed_entries += fmean(fed(held, tokens) for held in visible)
-        sequence.note_extra(cache.own_nbytes)
+        sequence.note(beside=cache.own_nbytes)
         for step in steps:
             queries = torch.cat(cache.queries[step.layer.index], dim=2)
             own = cache.own[step.layer.index]["keys"] if wanted.softmax == "all" else None

@@ -45,6 +45,8 @@ class PassCache(KVCache):
         """Begin a call of `tokens` tokens, which follow all others; returns their positions [1,tokens]."""
         begin = self.sequence.seen = self.span.end
         self.span = self.span._replace(start=begin, end=begin + tokens)
+        for extra in self.extras:
+            extra.begin_call(self.sequences, None)
         return torch.arange(begin, begin + tokens, device=device)[None]
 
     @property
@@ -79,7 +81,7 @@ class PassCache(KVCache):
         held = SlotStore.of(both, (), store.slots.ascending)
         step = Step(queries, keys, values, at, self.span, params, held, policy=self.policy)
         out = attend(step, Needs())
-        if self._shared is not None:
-            self._shared.add(index, 0, 0, step)
+        for extra in self.extras:
+            extra.attended(index, step, row=0, first=0)
         self.observe(index, step)
         return out

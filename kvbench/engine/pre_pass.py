@@ -26,6 +26,7 @@ from kvbench.cache.footprint import fed
 from kvbench.cache.hook import LayerCall
 from kvbench.cache.inputs import watch_inputs
 from kvbench.cache.model_layer import model_layer
+from kvbench.cache.pre_passes import PrePasses, rate
 from kvbench.cache.sequence import Sequence
 from kvbench.cache.step import Step
 from kvbench.engine.logits import base_of, prompt_ratings
@@ -83,7 +84,7 @@ def pre_pass(model: PreTrainedModel, cache: KVCache, ids: Tensor, encoder: TextE
     if not sequences:
         yield
         return
-    done = False
+    done, held = False, next(extra for extra in cache.extras if isinstance(extra, PrePasses))
 
     def run(base: nn.Module, args: object, output: Any) -> None:  # noqa: ANN401 - a ModelOutput
         nonlocal done
@@ -94,16 +95,16 @@ def pre_pass(model: PreTrainedModel, cache: KVCache, ids: Tensor, encoder: TextE
             try:
                 last = type(output)(last_hidden_state=output.last_hidden_state[rows])
                 if isinstance(equal[0].policy.pre_pass, Lookahead):
-                    look_ahead(model, equal, [cache.waiting(sequence) for sequence in equal], last)
+                    look_ahead(model, equal, [held.of(sequence) for sequence in equal], last)
                 else:
                     _run(model, equal, last, ids[rows], encoder)
             except Exception as error:
                 for sequence in equal:
                     sequence.fail(error)
-        cache.pre_pass_done()
+        cache.resume(held.release())
 
     for sequence in sequences:
-        sequence.waits_for_pre_pass = True
+        sequence.waits = True
     hook = base_of(model).register_forward_hook(run)
     before = base_of(model).register_forward_pre_hook(_keep_all_states, with_kwargs=True)
     try:
@@ -121,8 +122,7 @@ def pre_pass(model: PreTrainedModel, cache: KVCache, ids: Tensor, encoder: TextE
 def rate_next(cache: KVCache, logits: Tensor, tokens: Tensor) -> None:
     """Rate the tokens [B,n] of the next call with the logits [B,V] before them, for policies that need ratings."""
     for row, sequence in enumerate(cache.sequences):
-        if sequence.policy.rates:
-            sequence.rate_next(logits[row : row + 1], tokens[row : row + 1])
+        rate(sequence, logits[row : row + 1], tokens[row : row + 1])
 
 
 def _check_continues(model: PreTrainedModel, cache: KVCache, sequence: Sequence) -> None:
@@ -167,7 +167,8 @@ def _run(
     if isinstance(wanted, TokenRating):
         ratings = prompt_ratings(model, output, ids, wanted.rate)
         for sequence in sequences:
-            sequence.rated(ratings)
+            (span,) = sequence.spans
+            sequence.shared["ratings"] = ratings[:, : span.end - span.start]
     if isinstance(wanted, ExtraPasses):
         for one in _passes(first, wanted, ids[0].tolist(), encoder):
             _run_pass(model, first, wanted, one)
@@ -250,7 +251,7 @@ class _ObservedPass(PassCache):
     def called(
         self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
-        if self.wanted.reads_layer and not call.done:
+        if self.wanted.reads_layer:
             if module not in self.inputs:
                 raise InterfaceError(f"{type(module).__name__} has no layer_idx, and the policy uses its hidden states")
             self.hidden = self.inputs[module]

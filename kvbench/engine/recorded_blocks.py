@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.families import layout_of
+from kvbench.cache.families import in_window, layout_of
 from kvbench.cache.footprint import fed
 from kvbench.engine.cuda_graph import GraphRecorder
 from kvbench.engine.logits import next_logits
@@ -82,8 +82,7 @@ class BlockRecorder(GraphRecorder):
 
     def _shapes(self, cache: KVCache) -> tuple[object, ...]:
         """The shapes of everything that a block changes; empty before every layer is full, in plain slots."""
-        window = getattr(self._model.config.get_text_config(decoder=True), "sliding_window", None)
-        if window is not None and cache.seen <= window:  # attention does not need the window yet
+        if in_window(self._model.config, cache.seen):  # attention does not need the window yet
             return ()
         for sequence in cache.sequences:
             for layer in sequence.layers:

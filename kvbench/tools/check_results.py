@@ -32,7 +32,8 @@ from kvbench.results.metrics import metrics
 from kvbench.results.result import Result, read_result
 from kvbench.results.samples import FILE_NAME, Sample
 from kvbench.results.summary import read_summary
-from kvbench.run.run import Run, build_run, digest_of
+from kvbench.run.digests import digest_of
+from kvbench.run.run import Run, build_run
 from kvbench.run.run_config import set_field, typed
 from kvbench.tasks.trust import check_parts, trust_option
 from kvbench.terminal.command import FAILED, PATH, Command, pairs, quiet, write_message

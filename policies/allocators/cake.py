@@ -81,8 +81,8 @@ class P2A(StatisticAllocator):
 
     def measure(self, observation: Observation, state: State) -> Tensor:
         """[B,2]: H and V of this layer."""
-        assert observation.recent_queries is not None, "checked when the policy is built"
-        window = self.window or observation.recent_queries.shape[2]
+        assert observation.window is not None, "checked when the policy is built"
+        window = self.window or observation.window.queries.shape[2]
         return observation.once((self, window), lambda: self._measured(observation, window))
 
     def _measured(self, observation: Observation, window: int) -> Tensor:

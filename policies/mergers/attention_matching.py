@@ -96,9 +96,8 @@ class Rows(NamedTuple):
 
 def reference_rows(seen: Observation, queries: int) -> Rows:
     """The newest observed queries in all query heads of a group."""
-    assert seen.recent_queries is not None, "the merger needs a window"
-    assert seen.recent_positions is not None, "the merger needs a window"
-    asked, places = seen.recent_queries[:, :, -queries:], seen.recent_positions[:, -queries:]
+    assert seen.window is not None, "the merger needs a window"
+    asked, places = seen.window.queries[:, :, -queries:], seen.window.positions[:, -queries:]
     logits = attention_logits(asked, seen.keys, seen.params.scaling, seen.params.softcap, seen.slots.bias)
     sight = visible(places, seen.positions, seen.params.sliding_window)
     nothing = ~sight.any(1, keepdim=True).any(-1, keepdim=True)

@@ -56,7 +56,7 @@ class TokenRating(PrePass):
 
     def observe(self, observation: Observation, state: State) -> None:
         """Store the numbers of this step's tokens in their slots."""
-        ratings = observation.ratings
+        ratings = observation.shared.get("ratings")
         if ratings is None:  # at the end of a prompt, before its logits are computed
             return
         columns, new = columns_of_new(observation, ratings.shape[-1])

@@ -83,7 +83,7 @@ class Cake(AttentionScorer):
             sums += drawn if sums.shape[-1] == drawn.shape[-1] else drawn.mean(-1, keepdim=True)
         if self.slot_order == "score":
             scores = self._in_read_order(group_mean(self.raw(observation, state)), observation, state)
-            budgets = on_device(observation.budgets, observation.seen.device)[:, None, None]
+            budgets = on_device(observation.sequences.budgets, observation.seen.device)[:, None, None]
             evicts = observation.occupied.sum(-1, keepdim=True) > budgets
             ranked = (evicts & self._candidates(observation))[..., None]
             state[ORDER].copy_(torch.where(ranked, scores[..., None], state[ORDER]))

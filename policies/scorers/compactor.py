@@ -68,7 +68,7 @@ class Compactor(Scorer):
         outside = observation.first(self.first) | observation.newest(self.newest)
         counted = observation.occupied & ~outside
         if self.blend is None:
-            blend = 1 - on_device(observation.budgets, outside.device) / observation.seen
+            blend = 1 - on_device(observation.sequences.budgets, outside.device) / observation.seen
         else:
             blend = torch.full_like(observation.seen, self.blend, dtype=torch.float32)
         standing_out = leverage.among(observation, counted)

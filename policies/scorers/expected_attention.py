@@ -50,7 +50,7 @@ class ExpectedAttention(AttentionScorer):
         return Protected(first=self.sinks)
 
     def observe(self, observation: Observation, state: State) -> None:
-        queries, memory = observation.unrotated_queries().detach(), observation.memory
+        queries, memory = unrotated_queries(observation).detach(), observation.memory
         counted = observation.query_positions >= self.sinks
         new = counted.sum(-1)
         if "count" not in memory:
@@ -78,12 +78,20 @@ class ExpectedAttention(AttentionScorer):
         """Mean [B,H_kv,G,D] and covariance [B,H_kv,G,D,D] of the expected queries per group."""
         memory, heads = observation.memory, observation.keys.shape[1]
         positions = observation.seen[:, None] + torch.arange(self.future, device=observation.seen.device)
-        rotation = observation.rotation(positions[:, None]).mean(observation.queries.shape[-1]).to(memory["mean"].dtype)
+        rotation = (
+            observation.model.rotation(positions[:, None]).mean(observation.queries.shape[-1]).to(memory["mean"].dtype)
+        )
         mean = (rotation @ memory["mean"][..., None])[..., 0].unflatten(1, (heads, -1))
         if not self.covariance:
             return mean, None
         count = memory["count"].clamp(min=1)[:, None, None, None]
         return mean, (rotation @ (memory["scatter"] / count) @ rotation.mT).unflatten(1, (heads, -1))
+
+
+def unrotated_queries(observation: Observation) -> Tensor:
+    """The queries of this step before their rotation, [B,H_q,M,D] float32."""
+    places = observation.query_positions[:, None].clamp(min=0)
+    return observation.model.rotation(places).inverse().apply(observation.queries)
 
 
 def _add(memory: Memory, queries: Tensor, counted: Tensor, new: Tensor) -> None:

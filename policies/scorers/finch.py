@@ -66,12 +66,12 @@ class Finch(AttentionScorer):
         """Add the attention of the question's prefilled queries to the attention of the queries in a pass, if any."""
         if self.window != "question" or observation.phase == "decode":
             return
-        if observation.sequences.last is not None and observation.sequences.last < min(observation.questions):
+        if observation.sequences.last is not None and observation.sequences.last < min(observation.sequences.questions):
             return  # no query was prefilled: the pass computed all of the attention
         rows, valid = question_rows(observation)
         put(own := torch.zeros_like(state["question_attention"]), self._weighed(observation, rows, valid))
         device = own.device
-        unfinished = observation.seen.to(device) < on_device(observation.prompts, device)
+        unfinished = observation.seen.to(device) < on_device(observation.sequences.prompts, device)
         state["question_attention"].mul_(unfinished[:, None, None, None]).add_(own)
 
     def raw(self, observation: Observation, state: State) -> Tensor:
@@ -79,7 +79,10 @@ class Finch(AttentionScorer):
             rows = observation.window_attention(self.window)  # [B,H_kv,G,w,T], 0 for padding
             every = torch.ones(rows.shape[0], rows.shape[3], dtype=torch.bool, device=rows.device)
             return self._weighed(observation, rows, every) / self.window
-        words = [end - begin for begin, end in zip(observation.questions, observation.prompts, strict=True)]
+        words = [
+            end - begin
+            for begin, end in zip(observation.sequences.questions, observation.sequences.prompts, strict=True)
+        ]
         sums = state["question_attention"].mT
         drawn = sums / on_device(tuple(words), sums.device)[:, None, None, None]
         if observation.phase != "decode":
@@ -88,9 +91,8 @@ class Finch(AttentionScorer):
 
     def _weighed(self, observation: Observation, rows: Tensor, valid: Tensor) -> Tensor:
         """Rows [B,H_kv,G,w,T] summed over the question's queries, bool [B,w], times the number of visible tokens."""
-        places = observation.recent_positions
-        assert places is not None, "the scorer declares a window"
-        places = places[:, None, -rows.shape[3] :, None]
+        assert observation.window is not None, "the scorer declares a window"
+        places = observation.window.positions[:, None, -rows.shape[3] :, None]
         seen = observation.occupied[:, :, None] & (observation.positions[:, :, None] <= places)
         counts = (seen.sum(-1) - int(self.official)) * valid[:, None]
         return torch.einsum("bhgwt,bhw->bhgt", rows, counts.to(rows.dtype))
@@ -98,4 +100,6 @@ class Finch(AttentionScorer):
 
 def _question_tokens(observation: Observation) -> Tensor:
     """Tokens of the question and all tokens after it, bool [B,H_kv,T]."""
-    return observation.positions >= on_device(observation.questions, observation.positions.device)[:, None, None]
+    return (
+        observation.positions >= on_device(observation.sequences.questions, observation.positions.device)[:, None, None]
+    )

@@ -26,6 +26,6 @@ class KeyDiff(Scorer):
 
     def score(self, observation: Observation, state: State) -> Tensor:
         keys = F.normalize(widen(observation.keys), dim=-1)
-        stored = keys if observation.packed else keys.masked_fill(~observation.occupied[..., None], 0.0)
+        stored = keys if observation.slots.packed else keys.masked_fill(~observation.occupied[..., None], 0.0)
         anchor = F.normalize(stored.sum(2, keepdim=True), dim=-1)
         return -(keys * anchor).sum(-1)

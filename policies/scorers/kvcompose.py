@@ -36,5 +36,5 @@ class KVCompose(Scorer):
         found = drawn + drawn.mean(1, keepdim=True)
         if observation.phase != "decode":
             return found
-        prompts = on_device(observation.prompts, found.device)[:, None, None]
+        prompts = on_device(observation.sequences.prompts, found.device)[:, None, None]
         return torch.where(observation.positions >= prompts, found.amax(-1, keepdim=True), found)

@@ -22,6 +22,11 @@ from kvbench.policies.scorers.scorer import Scorer, group_mean
 COVERED = "kvec_covered"
 
 
+def _ahead(observation: Observation) -> int:
+    """Number of queries of a lookahead."""
+    return 0 if observation.window is None else observation.window.ahead
+
+
 def _in_place(observation: Observation) -> bool:
     """Whether slot i holds token i in all heads and layers: a first prompt before its eviction."""
     return observation.slots.whole and observation.phase != "decode"
@@ -88,7 +93,7 @@ class KVec(Scorer):
     def score(self, observation: Observation, state: State) -> Tensor:
         recent_sums, wide_sums, importance = self._sums(observation)
         queries = self._queries(observation)
-        longest = (n + observation.ahead for n in (self.extended, self.window))
+        longest = (n + _ahead(observation) for n in (self.extended, self.window))
         wide, narrow = (queries.clamp(max=n)[:, None, None] for n in longest)
         candidates = observation.occupied & ~observation.newest(self.window)
         scores = recent_sums / narrow
@@ -103,11 +108,11 @@ class KVec(Scorer):
 
     def _sums(self, observation: Observation) -> tuple[Tensor, Tensor, Tensor]:
         """A head's attention summed over either window, [B,H,T] each, and the largest head's over the first."""
-        if _in_place(observation) and observation.reduces(self.window) and observation.reduces(self.extended):
-            largest = observation.window_largest(self.window)[:, None]
-            return observation.window_mean(self.window), observation.window_mean(self.extended), largest
+        largest = observation.window_largest(self.window) if _in_place(observation) else None
+        if largest is not None:
+            return observation.window_mean(self.window), observation.window_mean(self.extended), largest[:, None]
         rows = group_mean(observation.window_attention(self.extended))  # [B,H,<=O',T], rows of padding are 0
-        recent = rows[:, :, -self.window - observation.ahead :]
+        recent = rows[:, :, -self.window - _ahead(observation) :]
         return recent.sum(2), rows.sum(2), self._importance(recent, observation)
 
     def selected(self, observation: Observation, kept: Tensor) -> None:
@@ -146,8 +151,8 @@ class KVec(Scorer):
 
     def _queries(self, observation: Observation) -> Tensor:
         """Number of queries in the windows, [B]: limited by the queries seen so far, and fewer in a later prompt."""
-        positions = observation.recent_positions
-        return observation.seen if positions is None else (positions >= 0).sum(-1)
+        window = observation.window
+        return observation.seen if window is None else (window.positions >= 0).sum(-1)
 
     def _least_focused(self, scores: Tensor, candidates: Tensor) -> Tensor:
         """The `delta` heads to score again, bool [B,H]; ties go to the lower head."""
@@ -165,7 +170,7 @@ class KVec(Scorer):
 
     def _preserving(self, raised: Tensor, scores: Tensor, candidates: Tensor, observation: Observation) -> Tensor:
         """`raised` with each head's best candidates by `scores` set to infinity, or to the literal 1.0 of the paper."""
-        counts = [min(int(self.beta * budget), budget - self.window) for budget in observation.budgets]
+        counts = [min(int(self.beta * budget), budget - self.window) for budget in observation.sequences.budgets]
         most = on_device(tuple(counts), scores.device)[:, None].expand(scores.shape[:2])
         among = observation.positions.masked_fill(~candidates, -1)
         best = select(scores, None, among, torch.zeros_like(candidates), most)

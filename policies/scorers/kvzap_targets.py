@@ -90,7 +90,7 @@ class KVzapTargets(Scorer):
         """y of every token of the text, [n,H] float32; hidden [T,hidden]."""
         first, last = self.text
         heads, params = observation.keys.shape[1], observation.params
-        weights = widen(observation.output_projection()).unflatten(0, (heads, -1))  # [H,G,D,hidden]
+        weights = widen(observation.model.output_projection()).unflatten(0, (heads, -1))  # [H,G,D,hidden]
         values = widen(observation.values[0, :, first:last])
         norms = torch.stack(  # [H,G,n]
             [torch.stack([(v @ w).norm(dim=-1) for w in group]) for v, group in zip(values, weights, strict=True)]

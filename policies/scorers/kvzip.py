@@ -49,5 +49,5 @@ class KVzip(Scorer):
         drawn = state["repeated"][..., 0]
         if observation.phase != "decode":
             return drawn
-        prompts = on_device(observation.prompts, drawn.device)[:, None, None]
+        prompts = on_device(observation.sequences.prompts, drawn.device)[:, None, None]
         return torch.where(observation.positions >= prompts, drawn.amax(-1, keepdim=True), drawn)

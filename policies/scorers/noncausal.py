@@ -70,10 +70,10 @@ class NonCausal(Scorer):
 
     def judge(self, observation: Observation, state: State, first: int = 0, newest: int = 0) -> None:
         """At the end of a prompt, store A - 1 for all but its `first` first and `newest` newest positions."""
-        queries, places = observation.recent_queries, observation.recent_positions
-        if observation.phase == "decode" or queries is None or places is None:
+        if observation.phase == "decode" or observation.window is None:
             return
-        for row, budget in enumerate(observation.budgets):
+        queries, places = observation.window[:2]
+        for row, budget in enumerate(observation.sequences.budgets):
             if budget == 0:  # this sequence's prompt is not complete
                 continue
             own = (places[row] >= first) & (places[row] < observation.seen[row] - newest)

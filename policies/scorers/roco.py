@@ -87,7 +87,7 @@ class RoCo(Scorer):
             return forced
         share = self.block_share if prompt else self.decode_share
         always = self.recent + (self.sinks if prompt else 0)
-        counts = [max(0, min(math.floor(share * budget), budget - always)) for budget in observation.budgets]
+        counts = [max(0, min(math.floor(share * budget), budget - always)) for budget in observation.sequences.budgets]
         sums, squares = state["attention_mean"][..., 0], state["attention_square"][..., 0]
         _, deviation = mean_and_deviation(sums, squares, self._queries_since(observation))
         return forced | largest(deviation, observation.positions.masked_fill(forced, -1), counts)

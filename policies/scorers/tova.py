@@ -23,4 +23,4 @@ class Tova(AttentionScorer):
 
     def raw(self, observation: Observation, state: State) -> Tensor:
         rows = observation.window_attention(1)  # one, and those of a lookahead
-        return rows.squeeze(-2) if observation.ahead == 0 else rows.sum(-2)
+        return rows.squeeze(-2) if rows.shape[-2] == 1 else rows.sum(-2)

@@ -88,7 +88,7 @@ class TriAttention(Scorer):
         keys = widen(observation.keys)
         heads, dim = keys.shape[1], keys.shape[-1]
         offsets = 2 ** torch.arange(self.horizon.bit_length(), device=keys.device)
-        rotation = observation.rotation((observation.seen[:, None] + offsets)[:, None])  # at t + delta, [B,1,n]
+        rotation = observation.model.rotation((observation.seen[:, None] + offsets)[:, None])  # at t + delta, [B,1,n]
         self._check_rotation(rotation, dim)
         mean, size = self._centres(observation.layer, observation.queries.shape[1], dim)
         queries = _channels(mean, rotation.interleaved).to(keys)  # [H_q,D]

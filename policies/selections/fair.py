@@ -95,7 +95,7 @@ class Fair(Selection):
             protected=torch.cat([part.protected for part in found], -1),
             seen=observation.seen,
             spared=torch.cat(spared, -1) if spared else None,
-            packed=observation.packed,
+            packed=observation.slots.packed,
             ascending=observation.slots.ascending,
         )
 
@@ -119,13 +119,15 @@ class _Part(Observation):
         given: dict[str, Any] = {x.name: getattr(whole, x.name) for x in fields(Observation)}
         given |= {name: given[name][:, :, some] for name in ("queries", "keys", "values", "positions")}
         given["query_positions"] = whole.query_positions[:, some]
-        budgets = tuple(n * end // tokens - n * begin // tokens for n in whole.budgets)
+        budgets = tuple(n * end // tokens - n * begin // tokens for n in whole.sequences.budgets)
         given["sequences"] = whole.sequences._replace(budgets=budgets, last=end - 1, prompts=(end,))
         given["seen"] = torch.full_like(whole.seen, end)
         queries, places = given["queries"][:, :, -window:], given["query_positions"][:, -window:]
         given["window"] = QueryWindow(queries, places, see_own=True)
         bias = whole.slots.bias
-        given["slots"] = SlotInfo(whole=False, packed=whole.packed, bias=None if bias is None else bias[:, :, some])
+        given["slots"] = SlotInfo(
+            whole=False, packed=whole.slots.packed, bias=None if bias is None else bias[:, :, some]
+        )
         part = cls(**given | {"known": {}, "evictable": None})
         params = whole.params
         part.before = attention_rows(

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.decode import decode_attention_flat
-from kvbench.kernels.prompt import one_for_all
 from kvbench.policies.observation import AttentionParams, State
 from kvbench.policies.stores.slot_memory import SlotMemory
 from kvbench.policies.stores.slots import GROWTH, extremes, owned, slots_in_order, spread_index, take
@@ -208,5 +207,5 @@ class SlotStore(SlotMemory):
         if self.starts is None or self.counts is None or queries.shape[2] > 1 or "bias" in self.memory:
             return None
         stored = self.memory["keys"], self.memory["values"], positions, self.memory["positions"]
-        params = how.scaling, how.softcap, how.sliding_window, one_for_all(how.sinks)
+        params = how.scaling, how.softcap, how.sliding_window, how.layer_sinks
         return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *params).out

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.code_formats import Coded, fits
-from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import NewTokens, append, decode_attention_flat_ref, widen
 from kvbench.kernels.tiles import decodes
@@ -205,7 +204,7 @@ def decode_step(
         append_codes(keys, values, segments[0], new)
     out = decode_codes(
         wide, keys, values, *places, *segments, most, how.scaling, new, how.softcap, how.sliding_window,
-        one_for_all(how.sinks), dtype,
+        how.layer_sinks, dtype,
     )  # fmt: skip
     return (out if rotation is None else out @ rotation.mT).to(dtype)
 
@@ -224,7 +223,7 @@ def decode_step_ref(
         positions = positions - starts.flatten().repeat_interleave(len(positions) // starts.numel())
     out = decode_attention_flat_ref(
         widen(queries), keys, values, places[0], positions, starts, counts, most, how.scaling, how.softcap,
-        how.sliding_window, one_for_all(how.sinks), new_tokens=new,
+        how.sliding_window, how.layer_sinks, new_tokens=new,
     ).out  # fmt: skip
     return out.to(queries.dtype)
 

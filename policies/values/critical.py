@@ -16,6 +16,7 @@ from kvbench.policies.observation import Observation, State
 from kvbench.policies.ranking import select
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.values.value import ValueAware
+from kvbench.policies.windows import window_length
 
 AT_ONCE = 2**22  # number of projected elements in memory at once
 
@@ -57,9 +58,9 @@ class Critical(ValueAware):
     ) -> Tensor:
         norms = norms_of_sets(observation, scores, layer_wide)
         summed = scorer.needs.never_negative and scorer.needs.window
-        queries = observation.window_length(scorer.needs.window) if summed else 1
+        queries = window_length(observation, scorer.needs.window) if summed else 1
         weighed = ((scores + self.epsilon * queries) * norms).masked_fill(~observation.occupied, 0.0)
-        counts = on_device(tuple(int(self.first * budget) for budget in observation.budgets), scores.device)
+        counts = on_device(tuple(int(self.first * budget) for budget in observation.sequences.budgets), scores.device)
         chosen = select(scores, None, observation.positions, protected, counts[:, None].expand(scores.shape[:2]))
         above = 2 * weighed.abs().amax((1, 2), keepdim=True) + 1
         return torch.where(chosen, above, weighed)
@@ -73,7 +74,7 @@ def norms_of_sets(observation: Observation, scores: Tensor, layer_wide: bool) ->
 
 def projected_norms(observation: Observation) -> Tensor:
     """The mean over the group of the L1 norm of each projected value, [B,H_kv,T] float32."""
-    values, projection = observation.values, observation.output_projection()
+    values, projection = observation.values, observation.model.output_projection()
     heads = projection.unflatten(0, (values.shape[1], -1))  # [H_kv,G,D,hidden]
     tokens = max(1, AT_ONCE // (len(values) * projection.shape[-1]))
     norms = []

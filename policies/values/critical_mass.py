@@ -15,6 +15,7 @@ from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.values.critical import norms_of_sets
 from kvbench.policies.values.value import ValueAware
+from kvbench.policies.windows import window_length
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class CriticalMass(ValueAware):
     def _pinned(self, observation: Observation, window: int, among: Tensor, layer_wide: bool) -> Tensor:
         """The tokens of the first stage, bool [B,H_kv,T]."""
         drawn = observation.window_mean(window)
-        drawn = drawn / observation.window_length(window)
+        drawn = drawn / window_length(observation, window)
         if layer_wide:
             drawn = drawn.mean(1, keepdim=True).expand_as(drawn)
         own = observation.newest(window)
@@ -76,7 +77,7 @@ class CriticalMass(ValueAware):
         share = drawn / drawn.sum(-1, keepdim=True).clamp(min=torch.finfo(drawn.dtype).tiny)
         best = share.masked_fill(~among, -1.0).sort(dim=-1, descending=True, stable=True)
         stored = observation.occupied.sum(-1)[..., None]
-        budgets = on_device(tuple(observation.budgets), stored.device)[:, None, None]
+        budgets = on_device(tuple(observation.sequences.budgets), stored.device)[:, None, None]
         most = ((stored - window) * budgets / stored.clamp(min=1) - window).floor().clamp(min=0)  # [B,H_kv,1]
         places = torch.arange(best.values.shape[-1], device=most.device)
         chosen = (best.values.cumsum(-1) < self.mass - beta) & (places < most)

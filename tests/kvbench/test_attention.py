@@ -10,10 +10,11 @@ from kv_models import SLIDING, prompt, tiny
 from torch import Tensor
 
 from kvbench import KVCache, make_policy
+from kvbench.cache import attention
 from kvbench.cache.hook import kvbench_attention
 from kvbench.policies.observation import Observation
 
-ATTEND_AND_SUM = Observation.attend_and_sum
+ATTEND_AND_SUM = attention.attend_and_sum
 
 
 @cache
@@ -61,7 +62,7 @@ def test_attention_out_of_summed_rows_equals_that_of_the_full_cache(family: str,
         return summed[-1]
 
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Observation, "attend_and_sum", noted)
+        patch.setattr(attention, "attend_and_sum", noted)
         got = logits(running, ids, calls, past_key_values=held)
         expected = logits(running, ids, [60], past_key_values=KVCache(running.config, make_policy("full")))
     assert any(out is not None for out in summed)

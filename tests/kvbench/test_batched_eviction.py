@@ -149,7 +149,7 @@ def test_layers_without_a_cache_at_the_end_do_not_keep_the_others_waiting() -> N
     cache = KVCache(model.config, policy("h2o"), prompt_length=70)
     with torch.inference_mode():
         model(torch.tensor([prompt(70)]), past_key_values=cache)
-        with mock.patch.object(KVCache, "_end_call"):
+        with mock.patch.object(KVCache, "end_call"):
             for place, token in enumerate((7, 8), start=70):
                 model(torch.tensor([[token]]), position_ids=torch.tensor([[place]]), past_key_values=cache)
         assert cache.kept_tokens().tolist() == [[[41, 41]]] * 3  # the last token's evictions are still to come

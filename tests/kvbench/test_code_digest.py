@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.errors import UsageError
-from kvbench.run import run
+from kvbench.run import digests
 
 CODE = '"""A part."""\n\nX = 1  # one\n\n\ndef f(a: int) -> int:\n    """Doc."""\n    return a + X\n'
 
@@ -22,8 +22,8 @@ def digest(module: Path, text: str) -> str:
     module.write_text(text)
     sys.modules.pop("own_part", None)
     __import__("own_part")
-    run._code_digest.cache_clear()
-    return run.code_digest({"class": "own_part.Part", "inner": [{"class": "kvbench.policies.policy.Policy"}]})
+    digests._code_digest.cache_clear()
+    return digests.code_digest({"class": "own_part.Part", "inner": [{"class": "kvbench.policies.policy.Policy"}]})
 
 
 def test_code_changes_the_digest_and_comments_docstrings_and_layout_do_not(module: Path) -> None:
@@ -39,20 +39,20 @@ def test_code_of_the_package_counts_whoever_uses_it(tmp_path: Path, monkeypatch:
     def own(text: str) -> str:
         (tmp_path / "policies").mkdir(exist_ok=True)
         (tmp_path / "policies" / "part.py").write_text(text)
-        run._own_code.cache_clear()
-        run._code_digest.cache_clear()
-        return run.code_digest({})
+        digests._own_code.cache_clear()
+        digests._code_digest.cache_clear()
+        return digests.code_digest({})
 
-    monkeypatch.setattr(run, "__file__", str(tmp_path / "run" / "run.py"))
+    monkeypatch.setattr(digests, "__file__", str(tmp_path / "run" / "run.py"))
     first = own(CODE)
     assert own(CODE + "# more\n") == first
     assert own(CODE + "Y = 2\n") != first
     monkeypatch.undo()
-    run._own_code.cache_clear()
-    run._code_digest.cache_clear()
+    digests._own_code.cache_clear()
+    digests._code_digest.cache_clear()
 
 
 def test_a_class_without_a_file_is_refused_where_runs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules[__name__], "__file__")
     with pytest.raises(UsageError, match="has no file: move it to one"):
-        run.check_files({"class": f"{__name__}.Part"})
+        digests.check_files({"class": f"{__name__}.Part"})

@@ -15,6 +15,7 @@ from kvbench import KVCache
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
+from kvbench.policies.scorers.expected_attention import unrotated_queries
 from kvbench.policies.scorers.scorer import Scorer
 
 LENGTH = 40
@@ -50,10 +51,10 @@ class Reads(Scorer):
     def score(self, observation: Observation, state: State) -> Tensor:
         self.shown.append(
             {
-                "queries": observation.unrotated_queries(),
+                "queries": unrotated_queries(observation),
                 "keys": observation.unrotated_keys(),
                 "rotated": observation.keys.clone(),
-                "output": observation.output_projection(),
+                "output": observation.model.output_projection(),
             }
         )
         return -observation.keys.norm(dim=-1)

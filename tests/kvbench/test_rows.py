@@ -105,6 +105,7 @@ def test_every_preset_is_equal_alone_and_beside_other_prompts(family: str) -> No
     model = prepare(tiny(family))
     windowed = getattr(model.config, "sliding_window", None)  # which refuses keys that move
     every = [slug for slug in EVERY if not (windowed and make_policy(slug, 40).schedule.rerotate)]
+    every.remove("nvfp4")  # groups of 16 channels do not divide these heads of 8
     requests = [asked(90, 1), asked(71, 2, max_new_tokens=5), asked(33, 3), asked(130, 4), asked(17, 5)]
     for row in chain(*finished(model, requests, variants(every))):
         assert_alone(model, row)
@@ -143,14 +144,14 @@ def test_in_sixteen_bits_too_a_prompt_is_the_same_whoever_else_reads_it(dtype: t
 def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
     model = prepare(tiny("llama"))
     policies = [make_policy("tova", 40), make_policy("snapkv", 40, decode="evict"), make_policy("knorm", 40)]
-    excess = evict_module._excess
+    excess = evict_module.excess_of
 
     def broken(step: Any) -> int:
         """SnapKV keeps too much."""
         evicts = step.policy is not policies[1] or (where == "decode") != (step.phase == "decode")
         return excess(step) if evicts else 0
 
-    with mock.patch.object(evict_module, "_excess", broken):
+    with mock.patch.object(evict_module, "excess_of", broken):
         rows = DecodeBatch(model)
         first = rows.admit(asked(64, 1), policies)
         while rows.in_flight:

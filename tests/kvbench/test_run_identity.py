@@ -14,7 +14,7 @@ from small_cells import small_cell
 from kvbench.cli import main
 from kvbench.config.parts import part_class
 from kvbench.errors import ConfigError
-from kvbench.run import run as run_module
+from kvbench.run import digests
 from kvbench.run.run import build_run
 from kvbench.run.run_config import changed_fields, run_config
 from kvbench.tasks.hub import data_file
@@ -57,7 +57,7 @@ def run(folder: Path, model: Path, *arguments: str) -> int:
 def run_anew(folder: Path, model: Path, *arguments: str) -> int:
     """One command as a fresh process would see it: modules of the folder are read anew."""
     sys.modules.pop("my_scorers", None)
-    run_module._code_digest.cache_clear()
+    digests._code_digest.cache_clear()
     return run(folder, model, *arguments)
 
 

@@ -15,6 +15,7 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.step import Step
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.engine.generate import Generation, generate_tokens
+from kvbench.engine.lookahead import _DraftCache
 from kvbench.policies.observation import QueryWindow
 from kvbench.policies.ranking import Ranking
 
@@ -254,3 +255,19 @@ def test_wrong_combinations_are_one_sentence() -> None:
         generate_tokens(model, IDS, make_policy("laq", 64), max_new_tokens=1, context_tokens=20)
     with pytest.raises(ValueError, match="at least one more"):
         generate_tokens(model, IDS, make_policy("laq", 0.5), max_new_tokens=1)
+
+
+def test_tokens_over_a_stored_prompt_see_what_they_see_in_one_text_where_layers_share_keys() -> None:
+    model = tiny("gemma3n", dtype=torch.float32)
+    model.set_attn_implementation("kvbench")
+    base, full, stored = model.model, make_policy("full"), LENGTH - 3
+    held = KVCache(model.config, full)
+    with torch.inference_mode():
+        whole = base(input_ids=IDS, past_key_values=KVCache(model.config, full)).last_hidden_state
+        base(input_ids=IDS[:, :stored], past_key_values=held)
+        draft = _DraftCache.over(model.config, held.sequence)
+        draft.visible, draft.queries = {one.index: one.store.positions for one in held.sequence.layers}, {}
+        for place in range(stored, LENGTH):
+            at = draft.follow(1, model.device)
+            state = base(input_ids=IDS[:, [place]], position_ids=at, past_key_values=draft).last_hidden_state
+            torch.testing.assert_close(state[:, 0], whole[:, place])

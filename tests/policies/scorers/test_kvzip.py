@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.engine.generate import generate_tokens
+from kvbench.policies.observation import SequenceInfo
 from kvbench.policies.pre_passes.repetition import Repetition
 from kvbench.policies.scorers.kvzip import KVzip
 
@@ -69,5 +70,6 @@ def test_kept_sets_are_those_of_kvpress(family: str, layerwise: bool) -> None:
 @pytest.mark.parametrize(("phase", "expected"), [("prompt", [0.0, 0.5, 0.2, 0.0]), ("decode", [0.0, 0.5, 0.2, 0.5])])
 def test_only_a_decoded_token_scores_as_the_best_do_where_it_drew_nothing(phase: str, expected: list[float]) -> None:
     state = {"repeated": torch.tensor([0.0, 0.5, 0.2, 0.0]).view(1, 1, 4, 1)}
-    seen: Any = SimpleNamespace(phase=phase, prompts=(3,), positions=torch.arange(4).view(1, 1, 4))
+    own, places = SequenceInfo(prompts=(3,)), torch.arange(4).view(1, 1, 4)
+    seen: Any = SimpleNamespace(phase=phase, sequences=own, positions=places)
     assert torch.equal(KVzip().score(seen, state), torch.tensor(expected).view(1, 1, 4))

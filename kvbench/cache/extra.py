@@ -1,0 +1,60 @@
+"""The hooks of extras: what some models and policies need beside the path that every token takes.
+
+A cache calls the hooks of its extras (`kvbench.cache.extras`) and knows none of them by name.
+
+Shapes: B batch, H_kv KV heads, M new tokens of a call, D head dim.
+"""
+
+from collections.abc import Sequence as List
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from kvbench.cache.hook import LayerCall, LayerCaller
+from kvbench.cache.sequence import Sequence
+from kvbench.cache.step import Step
+from kvbench.policies.policy import Policy
+
+When = Literal["now", "end of call", "later"]
+
+
+class Caller(LayerCaller, Protocol):
+    """A cache with extras."""
+
+    def end_call(self) -> None:
+        """All layers of a call of the model have attended."""
+
+
+class Extra:
+    """A feature of some models or policies. A hook that a feature does not need does nothing."""
+
+    def check(self, policy: Policy) -> None:
+        """Raise ValueError for a policy that cannot be used with the model."""
+
+    def new_call(self, cache: Caller, index: int, place: int, keys: Tensor, values: Tensor) -> LayerCall | None:
+        """The call of a layer with new keys and values [B,H_kv,M,D]; None: as of other layers.
+
+        index, place: of the layer in the model and among the layers with keys and values.
+        """
+        return None
+
+    def begin_call(self, sequences: List[Sequence], mask: Tensor | None) -> None:
+        """A call of the model begins; mask [B,M] bool: its real tokens, None if all are. ValueError if it cannot."""
+
+    def begin_layer(self) -> None:
+        """A layer of the call begins."""
+
+    def begin_step(self, sequence: Sequence, row: int, columns: slice) -> None:
+        """Some columns of a row of the call are a sequence's next step in the layer that runs."""
+
+    def attended(self, place: int, step: Step, row: int, first: int) -> None:
+        """A layer has attended in a step, whose first token is column `first` of the call."""
+
+    def before_eviction(self, step: Step) -> When:
+        """When the step's eviction is due. "later": the extra carries it out, or passes it to `KVCache.resume`."""
+        return "now"
+
+    @property
+    def call_is_over(self) -> bool:
+        """Whether the call may end after the last layer with keys and values."""
+        return True

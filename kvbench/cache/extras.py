@@ -1,0 +1,41 @@
+"""The extras of a cache, and its layers with the interface of transformers."""
+
+from collections.abc import Sequence as List
+from typing import Any
+
+from kvbench.cache.extra import Extra
+from kvbench.cache.families import Layout
+from kvbench.cache.inputs import HiddenInputs
+from kvbench.cache.latent import LatentLayers
+from kvbench.cache.measured import MeasuredBudgets
+from kvbench.cache.pre_passes import PrePasses
+from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, RecurrentLayers
+from kvbench.cache.sequence import Sequence
+from kvbench.cache.shared import SharedReads
+from kvbench.cache.views import EmptyLayer, KVLayer
+
+
+def extras_of(layout: Layout) -> list[Extra]:
+    """The extras of a cache, in the order in which their hooks are called."""
+    found: list[Extra] = [PrePasses(), HiddenInputs(), MeasuredBudgets()]
+    if layout.owners:
+        found.insert(0, SharedReads(layout))
+    if layout.latent:
+        found.append(LatentLayers())
+    if layout.states:
+        found.append(RecurrentLayers())
+    return found
+
+
+def layers_of(sequences: List[Sequence], layout: Layout) -> list[Any]:
+    """A cache's layers, by their index in the model."""
+    return [_layer(sequences, index, layout) for index in range(layout.layers)]
+
+
+def _layer(sequences: List[Sequence], index: int, layout: Layout) -> KVLayer | RecurrentLayer | EmptyLayer:
+    place = layout.places.get(index)
+    if index not in layout.states:
+        return EmptyLayer() if place is None else KVLayer(sequences, place)
+    if place is None:
+        return RecurrentLayer(sequences, index, layout)
+    return RecurrentKVLayer(sequences, place, index, layout)

@@ -1,0 +1,26 @@
+"""Layers that store latents, which the model expands to keys and values of all heads before its attention."""
+
+from torch import Tensor
+
+from kvbench.cache.eviction import evict
+from kvbench.cache.extra import Caller, Extra, When
+from kvbench.cache.hook import LatentCall
+from kvbench.cache.step import Step
+from kvbench.policies.latents import check_latents
+from kvbench.policies.policy import Policy
+
+
+class LatentLayers(Extra):
+    """The attention of these layers receives expanded tensors, and the cache the latents."""
+
+    def check(self, policy: Policy) -> None:
+        check_latents(policy)
+
+    def new_call(self, cache: Caller, index: int, place: int, keys: Tensor, values: Tensor) -> LatentCall:
+        return LatentCall(cache, index, keys, values)
+
+    def before_eviction(self, step: Step) -> When:
+        if not step.evicts_one:
+            return "now"
+        evict([step])  # not later: latents expanded in all layers would need more memory than the cache
+        return "later"

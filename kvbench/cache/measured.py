@@ -1,0 +1,131 @@
+"""Budgets that depend on what the layers hold: an allocator measures the layers of a prompt, and divides the budget.
+
+Shapes: H_kv KV heads, T slots.
+"""
+
+from kvbench.cache.cascade import OnItsWay, can_cut, cut_to_shares, on_its_way
+from kvbench.cache.eviction import compact, excess_of, observe
+from kvbench.cache.extra import Extra, When
+from kvbench.cache.rows import note_nan
+from kvbench.cache.step import Step
+from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
+from kvbench.policies.allocators.threshold import Threshold
+from kvbench.policies.scorers.scorer import protected_counts
+
+
+class MeasuredBudgets(Extra):
+    """Ranks the layers of a prompt, and evicts once their budgets are known.
+
+    Statistics are on their way to the host until the next layer begins, so that a GPU works on the rest of the layer
+    while the host waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._measured: list[tuple[Step, OnItsWay]] = []
+
+    def before_eviction(self, step: Step) -> When:
+        allocator = step.policy.allocator
+        if not step.observed or step.evicts_one:
+            return "now"
+        if isinstance(allocator, Threshold):
+            _evict_below(step, allocator)
+            return "later"
+        alone = step.phase == "decode" and not (isinstance(allocator, JointAllocator) and not allocator.per_head)
+        if alone or not isinstance(allocator, StatisticAllocator | JointAllocator):
+            return "now"
+        observe(step)
+        if step.span.evicts and (step.phase != "decode" or excess_of(step) > 0):
+            self._rank(step, allocator)
+        return "later"
+
+    def _rank(self, step: Step, allocator: StatisticAllocator | JointAllocator) -> None:
+        layer, last = step.layer, step.layer.index == len(step.sequence.layers) - 1
+        layer.ranking = step.policy.rank(step.observation, layer.store.state)
+        note_nan([step], layer.ranking)
+        layer.unsettled = True
+        if isinstance(allocator, StatisticAllocator):
+            statistic = on_its_way(allocator.measure(step.observation, layer.store.state))
+            self._measured.append((step.of_layer(layer), statistic))  # without the queries of the prompt
+            if last:
+                self.begin_layer()
+        elif last:
+            _compact_jointly(step, allocator)
+
+    def begin_layer(self) -> None:
+        """Divide the budgets among the layers that were measured since the last call, and evict."""
+        due, self._measured = self._measured, []
+        for step, statistic in due:
+            if step.sequence.error is None:
+                try:
+                    _share(step, statistic)
+                except Exception as error:
+                    step.sequence.fail(error)
+
+
+def _evict_below(step: Step, allocator: Threshold) -> None:
+    """Evict the tokens below a threshold. Heads keep different numbers; a layer counts those of its longest head."""
+    observe(step)
+    if not step.span.evicts:
+        return
+    ranking = step.policy.rank(step.observation, step.layer.store.state)
+    note_nan([step], ranking)
+    ranking = allocator.marked(ranking)
+    counts, held = ranking.protected.sum(-1), ranking.occupied.sum(-1)
+    excess = int((held - counts).max())
+    if excess > 0:
+        compact(step, ranking, int(counts.max()), excess, step.observation, per_head=counts)
+
+
+def _share(step: Step, statistic: OnItsWay) -> None:
+    """Divide the budget among the layers measured so far: after each layer if the allocator cascades, else once."""
+    sequence, allocator = step.sequence, step.policy.allocator
+    assert isinstance(allocator, StatisticAllocator)
+    budgets, over_budget = sequence.budgets, sequence.budgets.exceeded
+    if over_budget:
+        budgets.measured(statistic()[0].tolist())
+    last = step.layer.index == len(sequence.layers) - 1
+    if over_budget and (allocator.cascades or last):
+        budgets.share()
+        ranked = sequence.layers[: step.layer.index + 1]
+        if allocator.cascades and can_cut(sequence):
+            cut_to_shares(sequence, ranked, last)
+        else:
+            for layer in ranked:
+                _compact_to_share(step.of_layer(layer))
+    if last:
+        _settle_all(step)
+
+
+def _compact_to_share(step: Step) -> None:
+    """Evict from a layer that was ranked already, down to its share."""
+    layer, budget = step.layer, step.sequence.budgets.shares[step.layer.index]
+    assert layer.ranking is not None
+    assert step.policy.scorer is not None
+    excess = layer.count - budget
+    if excess > 0:
+        ranking = layer.ranking.protecting(*protected_counts(step.policy.scorer, [budget]))
+        compact(step, ranking, budget, excess)
+        step.sequence.note_bytes(layer.index)
+
+
+def _compact_jointly(step: Step, allocator: JointAllocator) -> None:
+    """Evict from all layers, down to the slots that an allocator chose for every layer and head together."""
+    sequence, excess = step.sequence, excess_of(step)
+    budgets = sequence.budgets.shares
+    rankings = allocator.rank_of_all([layer.ranking for layer in sequence.layers if layer.ranking is not None])
+    slots = allocator.heads_of_all(rankings, [[budget] for budget in budgets])
+    for layer, ranking, budget, heads in zip(sequence.layers, rankings, budgets, slots, strict=True):
+        if allocator.sets_budget:  # the layer counts the tokens of its longest head
+            budget = int(heads.max())
+            excess = layer.count - budget
+        if excess > 0:
+            compact(step.of_layer(layer), ranking, budget, excess, per_head=heads.to(ranking.scores.device))
+            sequence.note_bytes(layer.index)
+    _settle_all(step)
+
+
+def _settle_all(step: Step) -> None:
+    """Every layer has its share: drop the rankings and settle the stores."""
+    for layer in step.sequence.layers:
+        layer.ranking, layer.unsettled = None, False
+        step.of_layer(layer).settle()

@@ -1,0 +1,114 @@
+"""Digests of a run's identity, code and data: a run never mixes results of different ones."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from kvbench import __version__
+from kvbench.errors import UsageError
+
+FOLDERS = ("policies", "kernels", "tasks", "cache", "engine", "models")
+"""The folders of the package with code that computes and scores."""
+
+
+def digest_of(identity: Mapping[str, Any]) -> str:
+    """The end of a run's id: the first 10 digits of the sha256 of its identity."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def with_data(task: Any) -> Any:  # noqa: ANN401 - a described task
+    """A described task, in which `data_dir` is the digest of the files there: equal files are equal data."""
+    if isinstance(task, list):
+        return [with_data(value) for value in task]
+    if not isinstance(task, Mapping):
+        return task
+    return {k: data_digest(v) if k == "data_dir" and v else with_data(v) for k, v in task.items()}
+
+
+def code_digest(described: object) -> str:
+    """The first 16 digits of a sha256 over the package's version and the parsed source of `FOLDERS`.
+
+    described: a description of parts; the modules of their classes in other packages count as well.
+    """
+    return _code_digest(frozenset(modules_of(described)))
+
+
+@cache
+def _code_digest(modules: frozenset[str]) -> str:
+    files = [path for path in map(_file, sorted(modules)) if path is not None]
+    return hashlib.sha256("".join([_own_code(), *map(_source, files)]).encode()).hexdigest()[:16]
+
+
+@cache
+def _own_code() -> str:
+    package = Path(__file__).resolve().parents[1]
+    files = [path for name in FOLDERS for path in sorted((package / name).resolve().rglob("*.py"))]
+    gc.disable()  # a syntax tree has 100,000s of objects, none of which is garbage yet: half the time
+    try:
+        return __version__ + "".join(map(_source, files))
+    finally:
+        gc.enable()
+
+
+def _source(path: Path) -> str:
+    """The code of a file without comments, docstrings and layout."""
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return re.sub(r"(, )?\w+=\[\]", "", ast.dump(tree))  # empty fields depend on the version of Python
+
+
+def modules_of(described: object) -> Iterator[str]:
+    """The modules of all classes of other packages in a described part."""
+    values: Iterable[object] = described if isinstance(described, list) else ()
+    if isinstance(described, Mapping):
+        values = described.values()
+        module = str(described.get("class", "kvbench.")).rpartition(".")[0]
+        yield from () if module.startswith("kvbench") else (module,)
+    for value in values:
+        yield from modules_of(value)
+
+
+def check_files(described: object) -> None:
+    """Raise UsageError if a part's class has no file, as in a notebook: changes of its code would not be noticed."""
+    for module in modules_of(described):
+        if _file(module) is None:
+            raise UsageError(f"the module {module} of a part has no file: move it to one, or leave out= out")
+
+
+def _file(name: str) -> Path | None:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return Path(file) if file is not None and file.endswith(".py") else None
+
+
+def data_digest(path: str) -> str:
+    """The digest of a file, or of all files in a folder except hidden files and results of kvbench."""
+    root = Path(os.path.expanduser(path))
+    files = [root] if root.is_file() else [file for file in sorted(root.rglob("*")) if file.is_file()]
+    runs = {file.parent for file in files if file.name == "environment.json" and file.with_name("config.yaml").exists()}
+    data, written = [], ("sweep.yaml", "multirun.yaml")
+    for file in files:
+        name = "" if file == root else str(file.relative_to(root))
+        if not name.startswith(".") and "/." not in name and name not in written and file.parent not in runs:
+            data.append((file, name, file.stat().st_mtime_ns, file.stat().st_size))
+    return _data_digest(tuple(data))
+
+
+@lru_cache(maxsize=32)  # the runs of a sweep share their tasks
+def _data_digest(files: tuple[tuple[Path, str, int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for file, name, _, _ in files:
+        with file.open("rb") as stream:
+            digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+    return f"sha256:{digest.hexdigest()[:16]}"
