@@ -47,9 +47,18 @@ CLAIMS = {  # table of runs: claims that its task can decide, and the fields tha
         (names, {**ONCE, "task": task, "task.length": 2048, **budget})
         for task in TASKS
         for names, budget in (
-            (["caote/always-task", "cake/needle-best", "cake/pyramid-not-better", "kvec/needle"], {"budget": [256, 512]}),
+            (
+                ["caote/always-task", "cake/needle-best", "cake/pyramid-not-better", "kvec/needle"],
+                {"budget": [256, 512]},
+            ),
             (["today/two-and-a-half-bits"], {}),
         )
+    ],
+    "ruler_context": [
+        (
+            ["today/kvzip-question-unknown"],
+            {**ONCE, "task": TASKS[0], "task.length": 2048, "budget": [512, 1024], "compress": "context"},
+        ),
     ],
     "needles_context": [
         (["today/kvzip-question-unknown"], {**ON_NEEDLES, "budget": [256, 1024], "compress": "context"}),

@@ -289,7 +289,10 @@ def _score_target(model: PreTrainedModel, sequences: Sequences, target: Tensor, 
         assert isinstance(sequence.cache, WatchedCache)
         sequence.cache.expect(fed.shape[1])
         sequence.cache.watch()
+    report = sequences[0].request.report or (lambda tokens: None)
+    report(len(sequences) * sequences[0].request.input_ids.shape[1])
     for some, out in _append_to_all(model, sequences, fed, logits, fitting(model)) if fed.shape[1] else ():
+        report(out.shape[0] * out.shape[1])
         for index, rows in zip(some, out, strict=True):
             scored[index].append(score(rows, target[0, done[index] : done[index] + len(rows)]))
             done[index] += len(rows)

@@ -161,7 +161,8 @@ class Scheduler:
 
     def _request(self, item: WorkItem) -> Request:
         if item.request is None:
-            item.request = request_for(item.runs[0].run, self._loaded, item.prompt)
+            request = request_for(item.runs[0].run, self._loaded, item.prompt)
+            item.request = replace(request, report=self._advance) if item.prompt.is_scored else request
         return item.request
 
     def _compute_whole(self, item: WorkItem, run: RunWriter) -> None:
@@ -287,7 +288,7 @@ class Scheduler:
                 sample = failed(run.run, prompt, error)
             run.deliver(sample)
             if wanted and in_batch(run.run, prompt):
-                self._advance(units(prompt))
+                self._advance(1)  # scored tokens but the last are reported after every call
 
     def _fail(self, error: Exception, admitted: Sequence[tuple[RunWriter, Prompt]]) -> None:
         """An error of the batch, or of sequences that are being admitted: the batch begins anew without them."""

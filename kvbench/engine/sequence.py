@@ -47,7 +47,8 @@ class Request:
     answer begins; they count towards max_new_tokens and min_new_tokens. example: seed of the run and index of the
     example, for policies that use random numbers; None: their own seed. parts: positions of the first tokens of the
     parts of the prompt that the task names. protected: positions [first, end) of the parts that protect=span keeps.
-    target: tokens [1,M] after the prompt, which are scored; no answer follows. next_turn: what the next turn
+    target: tokens [1,M] after the prompt, which are scored; no answer follows. report: called with the number of
+    tokens, over all sequences, after the prompt and after every call that scores some. next_turn: what the next turn
     continues from: "golden": a copy of the cache before the answer; "own": the cache after the answer; None: no turn
     follows. Raises ValueError for an empty prompt.
     """
@@ -67,6 +68,7 @@ class Request:
     parts: tuple[int, ...] = ()
     protected: tuple[tuple[int, int], ...] = ()
     target: Tensor | None = None
+    report: Callable[[int], None] | None = None
     next_turn: Literal["golden", "own"] | None = None
 
     def __post_init__(self) -> None:
