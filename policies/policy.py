@@ -148,11 +148,6 @@ class Policy:
         return self.evicts and self.schedule.one_each and not (self.needs.kept or self.needs.layer)
 
     @property
-    def attends_singly(self) -> bool:
-        """Whether each decoded token is a step of its own: sparse attention selects the tokens of each query apart."""
-        return self.reader is not None
-
-    @property
     def rates(self) -> bool:
         """Whether a pre-pass rates each token from the logits before it, so that tokens are processed one by one."""
         return isinstance(self.pre_pass, TokenRating)

@@ -169,7 +169,8 @@ class Sequence:
     def _scheduled(self, count: int) -> list[Span]:
         """The steps of the next `count` tokens; the schedule counts from the start of the prompt."""
         begin, prompt = self.budgets.opened, self.budgets.prompt
-        spans = self.policy.schedule.steps(self.seen - begin, count, prompt - begin, self.policy.attends_singly)
+        single = self.policy.reader is not None  # sparse attention selects the tokens of each decoded query separately
+        spans = self.policy.schedule.steps(self.seen - begin, count, prompt - begin, single)
         return [span._replace(start=span.start + begin, end=span.end + begin) for span in spans] if begin else spans
 
     def _check(self, count: int, columns: int, generating: bool) -> None:

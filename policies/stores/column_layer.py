@@ -6,7 +6,6 @@ Shapes: H KV heads, r = G * M query rows per KV head, C tokens of the longest he
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, Observation, SlotInfo, State
 from kvbench.policies.stores.code_attention import attend_to_codes, cover
 from kvbench.policies.stores.coding import Coding
-from kvbench.policies.stores.columns import CodedLayer, Column, Queue
+from kvbench.policies.stores.columns import CodedLayer, Column, Decoder, Queue
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import GROWTH, padded, take
 from kvbench.policies.stores.store import CompressedStore, Sizes
@@ -39,8 +38,8 @@ class ColumnLayer(CodedLayer, CompressedStore):
         self.heads: list[ColumnLayer] = []
         self.memory = {}
         growing = codec.growing if codec.one_run else (None, None)
-        self.columns = Column(self._decode_keys, growing[0]), Column(self._decode_values, growing[1])
-        self._dims = keys.shape[-1], values.shape[-1]
+        dims = keys.shape[-1], values.shape[-1]
+        self.columns = Column(_decoder(codec, 0, dims[0]), growing[0]), Column(_decoder(codec, 1, dims[1]), growing[1])
         self._evicted = False
         self._places = Queue(GROWTH)  # of positions, empty if nothing was evicted
 
@@ -86,12 +85,6 @@ class ColumnLayer(CodedLayer, CompressedStore):
     @property
     def slots(self) -> SlotInfo:
         return SlotInfo(packed=not self.heads) if self.dense is None else self.dense.slots
-
-    def _decode_keys(self, codes: Mapping[str, Tensor], tokens: int) -> Tensor:
-        return self.codec.decode(codes, 0, tokens, self._dims[0])
-
-    def _decode_values(self, codes: Mapping[str, Tensor], tokens: int) -> Tensor:
-        return self.codec.decode(codes, 1, tokens, self._dims[1])
 
     # --- bytes -----------------------------------------------------------------------------------------------------
     @property
@@ -260,3 +253,8 @@ class ColumnLayer(CodedLayer, CompressedStore):
         codes = column.runs[0].codes
         held = codes.some(0, codes.count)
         return Side(Packed(held["words"], held["scale"], held["minimum"], *form), column.tail.view("x"))
+
+
+def _decoder(codec: Coding, side: int, dim: int) -> Decoder:
+    """Decodes a side; it knows no layer, so that a layer without references is freed at once."""
+    return lambda codes, tokens: codec.decode(codes, side, tokens, dim)

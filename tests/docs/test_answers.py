@@ -44,5 +44,5 @@ def test_every_question_names_its_issue_and_has_a_command() -> None:
     sections = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
     assert len(sections) == 11
     for section in sections:
-        assert re.search(r"https://github\.com/[\w.-]+/[\w.-]+/issues/\d+", section), section.splitlines()[0]
+        assert re.search(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", section), section.splitlines()[0]
         assert re.search(r"\n\$ (python -|kvbench )", section)

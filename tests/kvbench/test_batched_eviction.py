@@ -123,7 +123,7 @@ def test_several_layers_are_observed_as_one_with_all_their_sequences() -> None:
     assert seen.params.sinks is not None
     assert seen.params.sinks[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]  # a row for each sequence
     assert (seen.slots.whole, seen.slots.packed, seen.sequences.last, seen.params.scaling) == (False, False, 9, 0.5)
-    assert (seen.sequences.opens, seen.budgets) == ((False, True, False, True), (5, 6, 7, 8))
+    assert (seen.sequences.opens, seen.sequences.budgets) == ((False, True, False, True), (5, 6, 7, 8))
     assert seen.window is None
     with pytest.raises(AttributeError, match="several layers are scored at once"):
         _ = seen.layer
