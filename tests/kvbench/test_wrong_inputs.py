@@ -42,7 +42,7 @@ LINES = {
     "policy=ott policy.store.skip_layers=[99]": "policy.store.skip_layers=99 is not allowed: the model has",
     "policy=ada_pyramidkv policy.allocator.base.beta=0": "policy.allocator.base.beta must be a number of at least 1",
     "policy=kvec policy.scorer.window=99": "policy.scorer.extended must be a whole number of at least 99, got 32",
-    "policy.scorer.windw=3": "policy.scorer.windw=3 is not a field of SnapKV (allowed: window, kernel, pool, aggregate)",
+    "policy.scorer.windw=3": "policy.scorer.windw=3 is not a field of SnapKV (allowed: window, kernel, pool, ",
     "task=nia": "task=nia does not exist: did you mean niah",
     "task.lengths=[10]": "lengths=10 is too small",
     "task._target_=os.system": "task._target_=os.system is not a class that can be built",
