@@ -2,8 +2,7 @@
 
 Hydra composes every file, on the command line and in Python, so a file means the same in both: `defaults` lists,
 groups placed in a part (`scorers@scorer: wide`) and interpolations (`${oc.env:WINDOW,8}`). Python composes in a
-Hydra context of its own and then restores the caller's, so it also works inside another Hydra application. Our own
-plain files take a shorter way to the same fields (`_shipped`).
+Hydra context of its own and then restores the caller's, so it also works inside another Hydra application.
 """
 
 from __future__ import annotations
@@ -60,9 +59,6 @@ def read(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
 
 @cache
 def _composed(group: str, name: str, folders: tuple[Path, ...], changes: object) -> Config:
-    own = None if folders else _shipped(CONF / group / f"{name}.yaml")
-    if own is not None:
-        return own
     from hydra import compose
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -78,24 +74,6 @@ def _composed(group: str, name: str, folders: tuple[Path, ...], changes: object)
         return found
     except (HydraException, OmegaConfBaseException, OSError) as error:
         raise UsageError(in_one_line(find(group, name, folders), error)) from error
-
-
-def _shipped(file: Path) -> Config | None:
-    """One of our own files as Hydra composes it, in a twentieth of the time; None if it needs Hydra.
-
-    It may extend one other file, of its own folder or placed `@_here_`. tests/kvbench/test_compose.py compares all.
-    """
-    from omegaconf import OmegaConf
-
-    own: Any = OmegaConf.to_container(OmegaConf.load(file))
-    match own.pop("defaults", ["_self_"]):
-        case ["_self_"]:
-            return None if "@package" in file.read_text(encoding="utf-8") else dict(own)
-        case [str(base), "_self_"]:
-            placed = CONF / base[1:].removesuffix("@_here_") if base.startswith("/") else file.parent / base
-            before = _shipped(placed.with_name(f"{placed.name}.yaml"))
-            return None if before is None else merge(before, own)
-    return None
 
 
 @contextmanager

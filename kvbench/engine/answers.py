@@ -52,16 +52,16 @@ log = logging.getLogger(__name__)
 
 def units(prompt: Prompt) -> int:
     """Units of the progress bar: 1, or the tokens of a text that is scored, which can take an hour."""
-    return len(prompt.ids) + (0 if prompt.target is None else len(prompt.target)) if prompt.is_scored else 1
+    return prompt.tokens if prompt.is_scored else 1
 
 
 def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
     """The request of one example, which is the same for all policies."""
     tokenizer, task = run.checkpoint.tokenizer(), run.task.task_of(prompt.example)
-    ids = prompt.ids if prompt.target is not None or prompt.continuation is None else prompt.ids[: prompt.length]
+    ids, target = prompt.ids, prompt.continuation
     texts = () if task.thoughts else (task.end_texts, task.stop)  # in a thought, only EOS ends an answer
     return Request(
-        ids[None].to(run.device, torch.long),
+        (ids if target is None else ids[: prompt.length])[None].to(run.device, torch.long),
         max_new_tokens=prompt.most_new_tokens,
         min_new_tokens=task.min_new_tokens + len(prompt.dictated) * bool(task.min_new_tokens),
         eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, *texts)),
@@ -75,7 +75,7 @@ def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
         example=(run.seed, prompt.draw),
         parts=tuple(sorted(first for parts in prompt.spans.values() for first, _ in parts)),
         protected=tuple(sorted(part for name in task.protects for part in prompt.spans.get(name, ()))),
-        target=None if prompt.continuation is None else prompt.continuation[None].to(run.device, torch.long),
+        target=None if target is None else target[None].to(run.device, torch.long),
         next_turn="own" if prompt.own else None,
     )
 
@@ -270,10 +270,9 @@ def _score_text(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[
 
 def likelihood_of(run: Run, prompt: Prompt, policy: Policy, scores: Scores) -> Sample:
     """The sample of an example whose given tokens were scored, without its seconds."""
-    first, processed, block = 1, len(prompt.ids), scores.block
+    first, processed, block = 1, prompt.tokens, scores.block
     if prompt.continuation is not None:
-        first = len(prompt.ids) if prompt.target is not None else prompt.length
-        processed = first + len(prompt.continuation) - 1
+        first, processed = prompt.length, prompt.tokens - 1  # the last token is not appended
         block = (policy.schedule.spare or None) if policy.evicts else None
     likelihood = summary(scores.nll, first, block, scores.cache.most_kept)
     return replace(blank(prompt), **_cache_fields(run, scores.cache, processed), likelihood=likelihood)

@@ -91,7 +91,7 @@ class MemoryPlanner:
 
 def sequence_bytes(run: Run, prompt: Prompt) -> int:
     """Bytes of keys, values and states at the end of the longest answer to a prompt, in a dense store."""
-    tokens = len(prompt.ids) + prompt.most_new_tokens + (0 if prompt.target is None else len(prompt.target))
+    tokens = prompt.tokens + prompt.most_new_tokens
     kept = ceil(run.checkpoint.full_cache_bytes(tokens) * _kept_share(run, prompt.length, tokens))
     return kept + run.checkpoint.state_bytes
 

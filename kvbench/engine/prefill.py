@@ -96,8 +96,13 @@ def given_size(model: PreTrainedModel, policies: Iterable[Policy], end: int) -> 
     One if each token must be rated before it is appended, if a store compresses between two tokens, if the model would
     rotate all of a call by the length of the last token, or if it would reset its recurrent layers.
     """
-    single = any(policy.rates or not policy.store.exact for policy in policies)
+    single = any(map(_given_singly, policies))
     return 1 if single or layout_of(model.config).needs_one_call(end) else GIVEN_TOKENS
+
+
+def _given_singly(policy: Policy) -> bool:
+    """Whether given tokens must come one by one: each is rated first, or a store compresses between two."""
+    return policy.rates or not policy.store.exact
 
 
 # --- one prompt, for the sequences of all questions about it ---------------------------------------------------------
@@ -313,7 +318,7 @@ def _append_to_all(
     Sequences that need single tokens are one batch, all others another. logits [S,V]: before the first token. at_once:
     the most tokens of one call. keep: as for `append_given`.
     """
-    singly = [sequence.policy.rates or not sequence.policy.store.exact for sequence in sequences]
+    singly = [_given_singly(sequence.policy) for sequence in sequences]
     for kind in set(singly):
         some = [index for index, single in enumerate(singly) if single == kind]
         cache = together([cache for index in some if (cache := sequences[index].cache) is not None])

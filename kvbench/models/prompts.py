@@ -95,6 +95,11 @@ class Prompt:
         return self.target is None and reading is not None and reading.prompt_tokens is None
 
     @property
+    def tokens(self) -> int:
+        """Number of all given tokens: those of a target follow the prompt."""
+        return len(self.ids) + (0 if self.target is None else len(self.target))
+
+    @property
     def continuation(self) -> Tensor | None:
         """The tokens [M] after the prompt that are scored; None if an answer is generated, or a whole text scored."""
         if self.target is not None or self.is_whole_text or not self.is_scored:
