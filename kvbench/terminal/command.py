@@ -113,7 +113,8 @@ def _explained(error: BaseException) -> tuple[int, str]:
     if isinstance(error, UsageError):
         return WRONG, str(error)
     first = (str(error).strip().splitlines() or ["no message"])[0]
-    return FAILED, f"{type(error).__name__}: {first} ({DEBUG}=1 shows where)"
+    hint = "" if os.environ.get(DEBUG) else f" ({DEBUG}=1 shows where)"
+    return FAILED, f"{type(error).__name__}: {first}{hint}"
 
 
 def program(cli: click.Command) -> Callable[..., int]:
