@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.cache import KVCache, fork, together
+from kvbench.cache.cache import KVCache
+from kvbench.cache.copies import fork, together
 from kvbench.cache.families import layout_of, reset_rotation
 from kvbench.engine.logits import all_logits, next_logits, now
 from kvbench.engine.pre_pass import open_cache, pre_pass, rate_next
