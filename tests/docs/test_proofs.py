@@ -59,9 +59,10 @@ def source(name: str) -> str:
 
 
 def has(text: str, number: str) -> bool:
-    """Whether a text has a number, in one of its forms: 1,319 or 1319 or 1_319; 12% or 0.12."""
+    """Whether a text has a number, in one of its forms: 1,319 or 1319 or 1_319; 12% or 0.12; 8,192 or 2**13."""
     value = number.replace(",", "")
-    forms = {value, f"{float(value) / 100:g}"} if value.count(".") < 2 and float(value) <= 100 else {value}
+    forms = {value} | ({f"{float(value) / 100:g}"} if value.count(".") < 2 and float(value) <= 100 else set())
+    forms |= {f"2**{int(value).bit_length() - 1}"} if value.isdigit() and int(value).bit_count() == 1 else set()
     text += re.sub(r"(?<=\d)[_,](?=\d{3}(?!\d))", "", text)
     return any(re.search(rf"(?<![\d.]){re.escape(form)}(?!\d|\.\d)", text) for form in forms)
 
