@@ -209,8 +209,9 @@ class Policy:
         if self.value is not None:
             valued = self.value.score(scorer, scores, observation, state, stays, layer_wide)
             found, tie_break = half_the_bits(valued) if self.needs.ties else valued, scores
-        how = slots.packed, slots.ascending
-        return Ranking(found, tie_break, observation.positions, stays, observation.seen, spared, *how)
+        tensors = found, tie_break, observation.positions, stays, observation.seen, spared
+        key = "ranking", *map(id, (found, tie_break, stays, spared))  # budgets of one policy share one order
+        return observation.once(key, lambda: Ranking(*tensors, slots.packed, slots.ascending))
 
 
 # --- how many slots a policy gives each layer -----------------------------------------------------------------------
