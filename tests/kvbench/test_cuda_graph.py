@@ -17,6 +17,7 @@ from kv_presets import kinds
 from op_tape import Tape, record
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.cuda_graph import Recorder
@@ -70,9 +71,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
 
 def llama() -> Any:
-    model = tiny(dtype=torch.float32).to(DEVICE)
-    model.set_attn_implementation("kvbench")
-    return model
+    return prepare(tiny(dtype=torch.float32).to(DEVICE))
 
 
 def request(length: int, new: int, seed: int = 0, **fields: Any) -> Request:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvbench import KVCache, make_policy
 from kvbench.cache import device_batch
 from kvbench.cache.device_batch import DeviceBatch
+from kvbench.cache.hook import prepare
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import next_logits
@@ -34,9 +35,7 @@ def policies(slugs: Sequence[str], budgets: Sequence[int] = BUDGETS) -> list[Pol
 
 
 def model_of(family: str = "llama", **sizes: Any) -> Any:
-    model = tiny(family, dtype=torch.float32, **sizes)
-    model.set_attn_implementation("kvbench")
-    return model
+    return prepare(tiny(family, dtype=torch.float32, **sizes))
 
 
 def asked(length: int, seed: int, new: int) -> Request:
@@ -96,8 +95,7 @@ def test_one_launch_equals_decoding_group_by_group(
 
 
 def test_a_float64_model_decodes_without_kernels(as_on_a_gpu: None) -> None:
-    model = tiny(dtype=torch.float64)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny(dtype=torch.float64))
     flight = DecodeBatch(model)
     (sequence,) = flight.admit(asked(90, 1, 4), [make_policy("h2o", 40)])
     flight.step()

@@ -9,6 +9,7 @@ from small_cells import small_cell
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.generate import generate_tokens
@@ -22,9 +23,7 @@ WORDS = CodePoints()
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    running = tiny()
-    running.set_attn_implementation("kvbench")
-    return running
+    return prepare(tiny())
 
 
 def kept(cache: KVCache) -> list[list[list[int]]]:

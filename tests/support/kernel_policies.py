@@ -10,6 +10,7 @@ from kv_models import CodePoints, prompt, tiny
 from kv_runs import run_greedy
 
 from kvbench import make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.kernels import tiles
@@ -38,8 +39,7 @@ def run(
 
 def run_rows(slugs: Sequence[str], budgets: Sequence[int], lengths: Sequence[int]) -> dict[str, Any]:
     """Every prompt under every policy at every budget, decoded in one batch: `tokens` and `kept` by sequence."""
-    model = tiny("llama", dtype=torch.float32)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny("llama", dtype=torch.float32))
     policies = [make_policy(slug, budget, schedule="prompt") for slug in slugs for budget in budgets]
     rows, flight = [], DecodeBatch(model)
     for seed, length in enumerate(lengths):
