@@ -27,8 +27,10 @@ from kvbench.kernels.tiles import (
     View,
     at_head,
     attend,
+    empty_part,
     fit_heads,
     hidden,
+    in_sight,
     jit,
     logits_of,
     next_power_of_two,
@@ -61,6 +63,14 @@ def _append(
     there = (dims < D) & (slot + dims * 0 >= begin) & (slot + dims * 0 < end)
     numbers = tl.load(new.ptr + dims * new.dim, mask=there)
     tl.store(x.ptr + slot * x.row + dims * x.dim, numbers, mask=there)
+
+
+@jit
+def _places(ptrs: tl.tensor, there: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The positions of queries, the oldest and the newest of them."""
+    places = tl.load(ptrs, mask=there, other=-1).to(tl.int32)
+    newest = tl.max(places, 0)
+    return places, tl.min(tl.where(places < 0, 2**30, places), 0), newest
 
 
 @partial(jit, varying=("T", "each"))
@@ -97,22 +107,16 @@ def _attend(
     at = at_head(q, kv_row * G, H_kv * G) + (rows // M).to(tl.int64) * q.head + (rows % M).to(tl.int64) * q.row
     asked = Vectors(at, there, q.dim)
     query = tile(asked, 0, DIMS.D, DIMS.BLOCK)
-    q_place, newest, oldest = rows, 0, 0
+    q_place, oldest, newest = rows, 0, 0
     if q_pos is not None:
-        q_place = tl.load(at_head(q_pos, kv_row, H_kv) + rows % M * q_pos.row, mask=there, other=-1).to(tl.int32)
-        newest = tl.max(q_place, 0)
-        oldest = tl.min(tl.where(q_place < 0, 2**30, q_place), 0)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, BLOCK_V], tl.float32)
+        q_place, oldest, newest = _places(at_head(q_pos, kv_row, H_kv) + rows % M * q_pos.row, there)
+    top, total, out = empty_part(ROWS, BLOCK_V)
     for step in range(tl.cdiv(end - begin, BLOCK_T)):
         slots = begin + step * BLOCK_T + tl.arange(0, BLOCK_T)
         wide, needed, k_place = slots.to(tl.int64), slots < end, slots
         if k_pos is not None:  # slots that no query of this tile may see are not read
             k_place = tl.load(k_pos.ptr + wide * k_pos.row, mask=needed, other=-1).to(tl.int32)
-            needed = (k_place >= 0) & (k_place <= newest)
-            if rule.window is not None:
-                needed = needed & (k_place > oldest - rule.window)
+            needed = in_sight(k_place, oldest, newest, rule.window)
         keys = Vectors(k.ptr + wide * k.row, needed, k.dim)
         logits = logits_of(query, asked, keys, rule, DIMS)
         if bias is not None:

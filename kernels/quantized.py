@@ -28,6 +28,7 @@ from kvbench.kernels.tiles import (
     at_head,
     attend,
     capped,
+    empty_part,
     fit_heads,
     jit,
     next_power_of_two,
@@ -228,9 +229,7 @@ def _attend_codes(
         of_head(values.words, row, H, 0), of_head(values.scale, row, H, 0), of_head(values.minimum, row, H, 0)
     )
     dims, there = channels(VALUE)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, dims.shape[0]], tl.float32)
+    top, total, out = empty_part(ROWS, dims.shape[0])
     for step in range(tl.where(asked, steps, 0)):
         first = begin + step * TOKENS.WORDS
         tokens, placed = places(first, TOKENS.WORDS, TOKENS)

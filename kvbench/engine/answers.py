@@ -25,7 +25,7 @@ from kvbench.engine.sequence import Request, TokenSampler
 from kvbench.engine.teacher_forcing import policy_for, score_pair, text_scores
 from kvbench.models.answers import Ending, end_tokens
 from kvbench.models.loading import LoadedModel
-from kvbench.models.prompts import Prompt
+from kvbench.models.prompt import Prompt
 from kvbench.models.tokens import Encoder
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice

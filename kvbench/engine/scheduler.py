@@ -39,7 +39,7 @@ from kvbench.engine.run_writer import RunWriter, WorkItem, one_by_one
 from kvbench.engine.sequence import History, LiveSequence, Request
 from kvbench.engine.teacher_forcing import policy_for
 from kvbench.models.loading import LoadedModel
-from kvbench.models.prompts import Prompt
+from kvbench.models.prompt import Prompt
 from kvbench.results.samples import Sample
 from kvbench.results.session import Totals
 from kvbench.terminal.progress import Advance

@@ -160,3 +160,6 @@ def test_wrong_schedules_are_refused_in_a_sentence() -> None:
         Prompt(every=0)
     with pytest.raises(ValueError, match="protect must be none, prompt or span, got 'all'"):
         Prompt(protect="all")  # type: ignore[arg-type]
+    full = torch.tensor([prompt(BUDGET)])
+    with pytest.raises(ValueError, match="protect=prompt keeps all 40 tokens of the prompt and at least one generated"):
+        generate_tokens(prepare(tiny()), full, policy("knorm", protect="prompt", every=1), max_new_tokens=2)

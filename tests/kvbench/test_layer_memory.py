@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache
-from kvbench.cache.cache import fork, together
+from kvbench.cache.copies import fork, together
 from kvbench.engine.logits import next_logits
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State

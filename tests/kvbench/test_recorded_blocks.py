@@ -79,7 +79,7 @@ def test_replayed_blocks_equal_called_ones(slug: str) -> None:
     (called,), (replayed,) = run([policy_of(slug)], False), run([policy_of(slug)], True)
     assert contents(replayed) == contents(called)
     if DEVICE == "cpu" and slug not in WHOLE_PAGES:
-        assert Tape.replays >= 6, "of 14 blocks before the last one"
+        assert Tape.replays >= 8, "of 14 blocks before the last one"
     for x, y in zip(called.cache.sequence.layers, replayed.cache.sequence.layers, strict=True):  # type: ignore[union-attr]
         torch.testing.assert_close(x.store.keys, y.store.keys, rtol=0, atol=0)
 

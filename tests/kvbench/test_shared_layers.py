@@ -14,7 +14,7 @@ from kv_simulate import simulate
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.cache import fork
+from kvbench.cache.copies import fork
 from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 

@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 from kvbench.kernels import decode, query_sums
 from kvbench.kernels.group_codes import Ring
 from kvbench.kernels.references import NewTokens
+from kvbench.kernels.selection import kept_slots
 from kvbench.kernels.tiles import LITTLE
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.codec import Codec
@@ -137,8 +138,17 @@ def decode_groups(codec: Coding, dtype: torch.dtype, dim: int) -> None:
         group_step(codec, how["queries"], token, gone, memory, ring, places, lengths, T, own)
 
 
+def selections() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Selections with and without base scores, for one count and for one of each head."""
+    scores, protected = torch.zeros(1, H_KV, T), torch.zeros(1, H_KV, T, dtype=torch.bool)
+    positions = torch.zeros(1, H_KV, T, dtype=torch.int32)
+    for case, ties, keep in (("", None, 9), ("base scores", scores, torch.full((1, H_KV), 9))):
+        yield f"selection, {case}", partial(kept_slots, scores, ties, positions, protected, keep)
+
+
 def launches(everything: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Launchers with the arguments of presets, by name."""
+    yield from selections()
     shapes = [(BF16, 128), (FLOAT, 128), (BF16, 64), (BF16, 256), (FLOAT, 64), (FLOAT, 256)]
     for dtype, dim in shapes if everything else shapes[:2]:
         name, wide = f"{str(dtype)[6:]} D={dim}", everything or dtype == BF16

@@ -11,7 +11,7 @@ from kv_runs import bytes_held, run_greedy
 from torch import Tensor
 
 from kvbench import BudgetError, KVCache, make_policy
-from kvbench.cache.cache import fork
+from kvbench.cache.copies import fork
 from kvbench.cache.hook import prepare
 from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.batch import DecodeBatch
