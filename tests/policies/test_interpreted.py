@@ -44,10 +44,6 @@ def decodes_in_kernels(interpret: Interpreter, case: str) -> None:
     same(interpret, slug, family=family, lengths=[48 - 3 * row for row in range(int(rows))], budget=budget)
 
 
-def test_h2o_keeps_the_same_tokens_with_its_weights_out_of_the_kernel(interpret: Interpreter) -> None:
-    same(interpret, "h2o", lengths=[24], budget=18)
-
-
 @pytest.mark.slow("interprets kernels")
 def test_sequences_of_several_budgets_keep_the_same_tokens(interpret: Interpreter) -> None:
     """A prompt of 48 tokens, which one of the budgets exceeds; all sequences decode in one launch per layer."""
