@@ -100,6 +100,8 @@ class BlockRecorder(GraphRecorder):
         if in_window(self._model.config, cache.seen):  # attention does not need the window yet
             return ()
         for sequence in cache.sequences:
+            if sequence.error is not None:
+                return ()
             for layer in sequence.layers:
                 store, budgets = layer.store, sequence.budgets
                 full = budgets.within(layer.index, sequence.seen) == budgets.shares[layer.index] == layer.count

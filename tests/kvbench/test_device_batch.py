@@ -119,6 +119,28 @@ def test_codes_of_tokens_decode_on_the_device_as_they_do_one_by_one(
     assert together == decoded(model, [policy])
 
 
+GROUPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "kivi": ("kivi", {"group": 8, "residual": 16}),
+    "kivi, 4 bits": ("kivi", {"group": 4, "residual": 8, "bits": 4}),
+    "kcvc": ("kcvc", {"group": 4, "residual": 8}),
+    "kcvc without a residual": ("kcvc", {"group": 8, "residual": 0, "bits": 8}),
+    "ott": ("ott", {"group": 8, "residual": 4, "outliers": 2, "auxiliary": 4, "skip_layers": [0]}),
+    "cake_kivi": ("cake_kivi", {"group": 8, "residual": 8, "decode": "grow"}),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_codes_of_groups_decode_on_the_device_as_they_do_one_by_one(
+    name: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slug, fields = GROUPS[name]
+    model, policy, joined = model_of(), make_policy(slug, 40 if "cake" in slug else None, **fields), list[float]()
+    together = decoded(model, [policy], joined)
+    assert min(joined) == 1, "every sequence is on the device in every step"
+    monkeypatch.setattr(engine, "use_triton", lambda x: False)
+    assert together == decoded(model, [policy])
+
+
 @pytest.mark.parametrize("slugs", [("h2o", "tova", "caote_snapkv"), ("streamingllm", "knorm", "snapkv", "full")])
 def test_sequences_below_their_budget_decode_in_the_same_launches(
     slugs: Sequence[str], as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
