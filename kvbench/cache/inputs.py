@@ -48,7 +48,7 @@ def watch_inputs(model: PreTrainedModel) -> None:
 
 
 def _pass_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache: Any = kwargs.get("past_key_values")
+    cache: Any = kwargs.get("past_key_values", kwargs.get("layer_past"))  # its name in GPT-NeoX and older models
     for extra in getattr(cache, "extras", ()):
         if isinstance(extra, HiddenInputs) and extra.read_by(cache.sequences):
             extra.of = module
