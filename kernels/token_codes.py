@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.kernels.code_formats import Coded, encode, numbers_of
+from kvbench.kernels.code_formats import Coded, encode, numbers_of, table_words
 from kvbench.kernels.decode import SLOTS_A_PART, join
 from kvbench.kernels.references import NewTokens
 from kvbench.kernels.tiles import (
@@ -76,6 +76,7 @@ def _attend_codes(
     # Sums are of numbers without their factor; the exact value is divided by it instead.
     out = (heads * 0.0)[:, None] + (v.to(tl.float32) / v_factor)[None, :]
     query = query.to(PRODUCTS)
+    k_words, v_words = table_words(k_table, KEY, PRODUCTS), table_words(v_table, VALUE, PRODUCTS)
     for step in range(tl.cdiv(end - begin, BLOCK_T)):
         slots = begin + step * BLOCK_T + tl.arange(0, BLOCK_T)
         wide, place = start + slots, slots
@@ -85,8 +86,8 @@ def _attend_codes(
         seen = seen & (place >= 0) & (place <= newest)
         if window is not None:
             seen = seen & (place > newest - window)
-        keys = numbers_of(k_codes, k_scale, k_table, wide, seen, KEY, PRODUCTS)
-        values = numbers_of(v_codes, v_scale, v_table, wide, seen, VALUE, PRODUCTS)
+        keys = numbers_of(k_codes, k_scale, k_words, wide, seen, KEY, PRODUCTS)
+        values = numbers_of(v_codes, v_scale, v_words, wide, seen, VALUE, PRODUCTS)
         logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * k_factor)
         logits = tl.where(seen[None, :], capped(logits, cap), float("-inf"))
         top, total, out = attend(logits, values, top, total, out)
@@ -100,7 +101,7 @@ def _attend_codes(
 def tiles(dim: int, dtype: torch.dtype, table: bool) -> dict[str, Any]:
     """Tokens of a tile and launch options. Products of 16-bit models are of float16 numbers, summed in float32.
 
-    table: look-ups of a table would be staged in shared memory too, 32 KiB a stage.
+    table: numbers are loaded from a table in memory, which is staged in shared memory too, 32 KiB a stage.
     """
     if dtype == torch.float32:
         return {"BLOCK_T": 16, "PRODUCTS": tl.float32, "num_warps": 8, "num_stages": 2, "maxnreg": 255}
@@ -127,7 +128,8 @@ def decode_codes(
     if not queries.is_cuda and queries.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns
         queries, dtype = queries.float(), dtype or queries.dtype
         new_tokens = new_tokens._replace(keys=new_tokens.keys.float(), values=new_tokens.values.float())
-    sizes = tiles(max(key.BLOCK_D, value.BLOCK_D), dtype or queries.dtype, "table" in (key.KIND, value.KIND))
+    table = key.KIND == "table" and key.PERMUTE is None
+    sizes = tiles(max(key.BLOCK_D, value.BLOCK_D), dtype or queries.dtype, table)
     pairs = batch * heads
     each = slots_of_a_part(pairs, most, sizes["BLOCK_T"], programs_at_once(queries.device), SLOTS_A_PART)
     parts = max(1, -(-most // each))

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvbench.kernels.selection import LONGEST, kept_slots
+from kvbench.kernels.tiles import use_triton
 from kvbench.policies.constants import on_device
 
 LAST = torch.iinfo(torch.int64).max  # sorts after every position
@@ -56,6 +58,8 @@ def select(
     are in order of position; packed: no slot is empty; False means unknown.
     """
     in_order = ascending and packed
+    if use_triton(scores) and scores.shape[-1] <= LONGEST:
+        return kept_slots(scores, tie_break, positions, protected, keep)
     if in_order and scores.is_cpu and not isinstance(keep, Tensor) and 0 < keep < scores.shape[-1]:
         kept = _select_by_cut(scores, tie_break, protected, keep)
         if kept is not None:
@@ -154,7 +158,8 @@ class Ranking:
 
     def broken(self) -> Tensor:
         """The sequences in which an unprotected token has the score NaN, bool [B]."""
-        return (self.scores.isnan() & self.occupied & ~self.protected).flatten(1).any(-1)
+        counted = ~self.protected if self.packed else ~self.protected & self.occupied
+        return (self.scores.isnan() & counted).flatten(1).any(-1)
 
     def select(self, keep: Tensor | int) -> Tensor:
         """The kept slots, bool [B,H_kv,T]; keep: an int or counts [B,H_kv]."""

@@ -9,8 +9,9 @@ Every result is printed when it is known, and FILE (default: gpu_check.json) is 
 network and no installed kvbench; PYTHONPATH=src suffices. A part that is late is stopped and reported as late.
 
 --seconds N: time for all parts (default 290). --model NAME: for the policies (default: smollm2 if its weights are
-here, else pocket). --policies A,B: instead of all. --dtypes A: instead of float32 and bfloat16. --dry: small versions on the CPU, to check the script itself; its
-times mean nothing. The exit code is 1 if a bound does not hold or a part failed.
+here, else pocket). --policies A,B: of `policies` and `stores`, instead of all. --dtypes A,B: of `policies`, instead of
+float32 and bfloat16. --dry: small versions on the CPU, to check the script itself; its times mean nothing. The exit
+code is 1 if a bound does not hold or a part failed.
 """
 
 from __future__ import annotations
@@ -305,7 +306,7 @@ def stores(visit: Visit) -> Iterator[Result]:
     for length in (LENGTH,) if visit.dry else (LENGTH, 4 * LENGTH):
         model, ids, sync = visit.shape(length)
         full = 0.0
-        for slug in ("full", *STORES):
+        for slug in ("full", *(all_policies(visit) if visit.options.policies else STORES)):
             if visit.left < 15:
                 yield Result("stores", f"{slug} at {length}: no time left", "late", "failed")
                 continue

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvbench.cache.layer import Layer
 from kvbench.cache.sequence import Sequence
 from kvbench.policies.policy import Policy
+from kvbench.policies.stores.column_layer import ColumnLayer
 from kvbench.policies.stores.slot_store import SlotStore
 
 ENDLESS = 1 << 30  # slots that a sequence may take if it does not evict
@@ -49,8 +50,12 @@ def can_join(sequence: Sequence) -> bool:
     shapes = set()
     for layer in sequence.layers:
         store = layer.store if layer.opened and not layer.unsettled else None
-        if not isinstance(store, SlotStore) or store.step_format is None:
+        if not isinstance(store, SlotStore | ColumnLayer) or store.step_format is None:
             return False
+        if isinstance(store, ColumnLayer):
+            tail = store.columns[0].tail.view("x")
+            shapes.add((*store.step_format[1:], tail.shape[1], tail.device))
+            continue
         if store.starts is None and not store.slots.packed and store.free is None:
             return False
         if evicting and (not layer.recent.full or slots_to_grow(sequence, layer) < 0):
@@ -64,7 +69,8 @@ def can_join(sequence: Sequence) -> bool:
 
 def step_formats(sequence: Sequence) -> list[object]:
     """The format of every layer; sequences of equal formats share an arena."""
-    return [slot_store(layer).step_format for layer in sequence.layers]
+    stores = (layer.store for layer in sequence.layers)
+    return [store.step_format for store in stores if isinstance(store, SlotStore | ColumnLayer)]
 
 
 def slot_store(layer: Layer) -> SlotStore:

@@ -63,3 +63,17 @@ def test_a_run_whose_files_vanish_stops_at_once_in_one_sentence(
     assert "samples.jsonl was deleted or replaced while its run was computed" in said.err
     assert "Traceback" not in said.err
     assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("prompt_hash", "0"), ("references", ["7"]), ("metadata", {}), ("max_new_tokens", 3)]
+)
+def test_a_run_of_other_data_is_refused(
+    field: str, value: object, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [f"model={tiny_model}", "policy=full", f"out={tmp_path}", "task.lengths=[300]", "task.max_new_tokens=2"]
+    assert main([*line, "limit=1"]) == 0
+    (path,) = tmp_path.glob("*/samples.jsonl")
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}) + "\n")
+    assert main([*line, "limit=2"]) == 1
+    assert "(example 0 differs): the task's data has changed since" in capsys.readouterr().err

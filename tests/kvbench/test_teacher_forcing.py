@@ -18,8 +18,8 @@ from kvbench.engine.teacher_forcing import continuation_scores, text_scores
 from kvbench.policies.policy import Policy
 
 BUDGET, BLOCK = 16, 6
-IDS = torch.tensor([prompt(75)])
-PROMPT, CONTINUATION = IDS[:, :45], IDS[:, 45:]
+IDS = torch.tensor([prompt(59)])
+PROMPT, CONTINUATION = IDS[:, :37], IDS[:, 37:]
 SMALL: dict[str, Any] = {"window": 8}
 PRESETS: dict[str, dict[str, Any]] = {
     "random": {},

@@ -95,3 +95,8 @@ def test_the_total_holds_while_decoding(decode: str) -> None:
         model, torch.tensor([prompt(50)]), joint("snapkv", window=4, decode=decode), max_new_tokens=5
     )
     assert int(done.cache.kept_tokens().sum()) == 3 * 2 * (BUDGET + (4 if decode == "grow" else 0))
+
+
+def test_slots_of_all_heads_are_refused_where_layers_differ() -> None:
+    with pytest.raises(ValueError, match=r"the same number of heads in each layer, but .* have 4 and 16: use an alloc"):
+        GlobalThreshold().check_heads([16, 4, 16])

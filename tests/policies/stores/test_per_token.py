@@ -122,9 +122,12 @@ def test_rotation_spreads_one_large_channel_over_all() -> None:
     assert errors[0] < errors[1] / 2
 
 
-@pytest.mark.parametrize("eviction", ["snapkv", "h2o", "ada_snapkv", "streamingllm"])
 @pytest.mark.parametrize(
-    ("store", "vectors"), [("fp8", 16), ("int8", 24), ("int4", 16), ("nvfp4", 10), ("turboquant", 12)]
+    ("eviction", "store", "vectors"),
+    [
+        *(("snapkv", *store) for store in (("fp8", 16), ("int8", 24), ("int4", 16), ("nvfp4", 10), ("turboquant", 12))),
+        *((eviction, "int8", 24) for eviction in ("h2o", "ada_snapkv", "streamingllm")),
+    ],
 )
 def test_evicting_while_decoding_frees_single_tokens_and_leaves_the_codes_of_the_others(
     eviction: str, store: str, vectors: int
@@ -195,8 +198,7 @@ def test_stores_that_do_not_fit_a_model_are_refused() -> None:
         feed(Fp8(), keys, values)
 
 
-@pytest.mark.parametrize("slug", ["h2o", "tova", "random", "caote_tova"])
-@pytest.mark.parametrize("family", ["llama", "gemma3n"])
+@pytest.mark.parametrize(("slug", "family"), [("h2o", "gemma3n"), ("random", "llama"), ("caote_tova", "llama")])
 def test_a_prompt_attends_to_exact_tokens_whatever_the_order_of_eviction_and_attention(slug: str, family: str) -> None:
     """In gemma3n, later layers attend to the tokens of an earlier one; the next token attends to codes."""
     model, ids = prepare(tiny(family, dtype=torch.float32)), torch.tensor([prompt(41)])

@@ -1,5 +1,6 @@
 """Laws of all stores but the dense ones: attention from codes, bytes, batches, families, evictions before them."""
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -156,8 +157,8 @@ def test_decoding_in_one_call_or_token_by_token_is_the_same(model: PreTrainedMod
         torch.testing.assert_close(cache.layers[0].values, caches[0].layers[0].values, rtol=1e-9, atol=1e-9)
 
 
-PAIRS = [(eviction, "kivi") for eviction in ("h2o", "streamingllm", "tova", "cake", "pyramidkv", "d2o")]
-PAIRS += [("ada_snapkv", store) for store in ("kivi", "ott", "kcvc", "fp8_per_token_head")]
+PAIRS = [(eviction, "kivi") for eviction in ("h2o", "cake", "d2o")]
+PAIRS += [("ada_snapkv", store) for store in ("ott", "kcvc", "fp8_per_token_head")]
 PAIRS += [("snapkv", store) for store in STORES] + [("caote_snapkv", "ott"), ("caote_snapkv", "zipcache")]
 
 
@@ -187,9 +188,8 @@ def test_tokens_kept_by_an_eviction_are_stored_in_codes(model: PreTrainedModel, 
         assert bool(error.any()) == (count >= 13)  # fewer survivors than a group and a residual stay exact
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", STORES)
-def test_models_of_every_dtype_decode_through_every_store(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [*zip(STORES, cycle([torch.float16, torch.bfloat16]))], ids=str)
+def test_models_of_16_bits_decode_through_every_store(name: str, dtype: torch.dtype) -> None:
     model = prepare(tiny("llama", dtype=dtype))
     ids = torch.tensor([prompt(64)])
     cache = generate_tokens(model, ids, make_policy(name, **STORES[name]), max_new_tokens=20).cache
