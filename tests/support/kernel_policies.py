@@ -23,14 +23,16 @@ def run(
     budget: int | None = 36,
     fields: dict[str, Any] | None = None,
     stored: bool = False,
+    parts: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Prompts of these lengths in one batch, five new tokens: `tokens`; `kept` positions of each head after each call.
 
-    `interpreted`: whether the kernels ran. stored: with `keys` and `values` of the last layer as well.
+    `interpreted`: whether the kernels ran. stored: with `keys` and `values` of the last layer as well. parts: where the
+    parts of the prompts begin.
     """
     model = tiny(family, dtype=torch.float32)
     prompts = [prompt(length, seed=row) for row, length in enumerate(lengths)]
-    done = run_greedy(model, prompts, make_policy(slug, budget, **(fields or {})), new_tokens=5)
+    done = run_greedy(model, prompts, make_policy(slug, budget, **(fields or {})), 5, parts=parts)
     assert done.cache is not None
     layer = done.cache.layers[-1]
     found = {"tokens": done.tokens, "kept": done.kept, "interpreted": tiles.INTERPRETED}
