@@ -257,7 +257,7 @@ def _to_e4m3(x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _nearest(x: tl.tensor) -> tl.tensor:
+def nearest(x: tl.tensor) -> tl.tensor:
     """Whole numbers below 2^22, ties to even."""
     return (x + 12582912.0) - 12582912.0
 
@@ -317,7 +317,7 @@ def encode(
             codes = _to_e4m3(x).to(tl.int32)
         else:
             x = tl.minimum(tl.maximum(x, -128.0), 127.0)
-            codes = (x if TRUNCATED else _nearest(x)).to(tl.int32) & 255
+            codes = (x if TRUNCATED else nearest(x)).to(tl.int32) & 255
     elif HOW.KIND == "zero point":
         low = tl.min(tl.where(there, x, float("inf")), 0) + x * 0
         high = tl.max(tl.where(there, x, float("-inf")), 0) + x * 0

@@ -159,7 +159,7 @@ def _join(
         new_top = tl.maximum(top, tl.max(lse, 0))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         share, fading = tl.exp(lse - shift), tl.exp(top - shift)
-        there = (some < count)[:, None] & (dims < D_V)[None, :]
+        there = (lse > float("-inf"))[:, None] & (dims < D_V)[None, :]  # other parts may not be stored
         part = tl.load(parts_ptr + at[:, None] * D_V + dims[None, :], mask=there, other=0.0)
         out = out * fading + tl.sum(share[:, None] * part, 0)
         total = total * fading + tl.sum(share, 0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvbench.cache.layer import Layer
 from kvbench.cache.sequence import Sequence
 from kvbench.policies.policy import Policy
+from kvbench.policies.stores.column_layer import ColumnLayer
 from kvbench.policies.stores.slot_store import SlotStore
 
 ENDLESS = 1 << 30  # slots that a sequence may take if it does not evict
@@ -50,8 +51,12 @@ def can_join(sequence: Sequence) -> bool:
     shapes = set()
     for layer in sequence.layers:
         store = layer.store if layer.opened and not layer.unsettled else None
-        if not isinstance(store, SlotStore) or store.step_format is None:
+        if not isinstance(store, SlotStore | ColumnLayer) or store.step_format is None:
             return False
+        if isinstance(store, ColumnLayer):
+            tail = store.columns[0].tail.view("x")
+            shapes.add((*store.step_format[1:], tail.shape[1], tail.device))
+            continue
         if store.starts is None and not store.slots.packed and store.free is None:
             return False
         if evicting and (not layer.recent.full or slots_to_grow(sequence, layer) < 0):
@@ -65,7 +70,8 @@ def can_join(sequence: Sequence) -> bool:
 
 def step_formats(sequence: Sequence) -> list[object]:
     """The format of every layer; sequences of equal formats share an arena."""
-    return [slot_store(layer).step_format for layer in sequence.layers]
+    stores = (layer.store for layer in sequence.layers)
+    return [store.step_format for store in stores if isinstance(store, SlotStore | ColumnLayer)]
 
 
 def slot_store(layer: Layer) -> SlotStore:
@@ -155,7 +161,16 @@ class Arena:
             self._view(layer)
             after = slot_store(layer).memory
             pairs += [(after[name], x) for name, x in before.memory.items() if name != "positions"]
-        copy_all(pairs)
+        self.copy(pairs)
+
+    @staticmethod
+    def copy(pairs: List[tuple[Tensor, Tensor]]) -> None:
+        """Copy the second tensor of each pair into the first, with one launch for those of a dtype."""
+        equal: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for pair in pairs:
+            equal.setdefault(pair[0].dtype, []).append(pair)
+        for some in equal.values():
+            torch._foreach_copy_([into for into, _ in some], [x for _, x in some])
 
     def release(self, layer: Layer, last: bool = False) -> None:
         """Free the slots of a sequence in a layer; and the memory of the layer, if it is the last one."""
@@ -188,15 +203,6 @@ class Arena:
                 whole = (self.positions if name == "positions" else self.statistics[name, x.shape[-1]])[index]
             memory[name] = whole[slots].view(x.shape)
         layer.store = store.with_memory(memory, store.free)
-
-
-def copy_all(pairs: List[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first, with one launch for those of a dtype."""
-    equal: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for pair in pairs:
-        equal.setdefault(pair[0].dtype, []).append(pair)
-    for some in equal.values():
-        torch._foreach_copy_([into for into, _ in some], [x for _, x in some])
 
 
 def _gap(taken: List[range], slots: int) -> range:

@@ -192,9 +192,8 @@ def stacked(parts: List[Observation]) -> Observation:
             bias=biases([(part.slots.bias, part.positions) for part in parts]),
         ),
         sequences=SequenceInfo(
-            first.sequences.aligned,
             first.sequences.last if len({one.last for one in sequences}) == 1 else None,
-            *(tuple(chain.from_iterable(field)) for field in zip(*(one[2:] for one in sequences), strict=True)),
+            *(tuple(chain.from_iterable(field)) for field in zip(*(one[1:] for one in sequences), strict=True)),
         ),
         memory={key: torch.cat([part.memory[key] for part in parts]) for key in first.memory},
         shared=first.shared,
