@@ -236,6 +236,15 @@ def hidden(logits: tl.tensor, q_place: tl.tensor, k_place: tl.tensor, window: tl
 
 
 @jit
+def in_sight(place: tl.tensor, oldest: tl.tensor, newest: tl.tensor, window: tl.tensor) -> tl.tensor:
+    """Whether a query from `oldest` to `newest` may read slots at these positions; -1 is an empty slot."""
+    seen = (place >= 0) & (place <= newest)
+    if window is not None:
+        seen = seen & (place > oldest - window)
+    return seen
+
+
+@jit
 def weighed(logits: tl.tensor, top: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Weights of the next logits [R,T] of a softmax in base 2; its maximum and sum [R]; the factor of older sums."""
     new_top = tl.maximum(top, tl.max(logits, 1))
@@ -251,6 +260,13 @@ def attend(
     """The running maximum, sum and output of a softmax in base 2 after its next logits [R,T] and values [T,D]."""
     weights, top, total, fading = weighed(logits, top, total)
     return top, total, out * fading[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+
+
+@jit
+def empty_part(ROWS: tl.constexpr, BLOCK_V: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The running maximum, sum and output of ROWS softmaxes before their first logits."""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, BLOCK_V], tl.float32)
 
 
 @jit

@@ -8,10 +8,13 @@ Shapes: B batch, H_kv = H KV heads, T slots.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from kvbench.kernels.selection import LONGEST, kept_slots
+from kvbench.kernels.tiles import use_triton
 from kvbench.policies.constants import on_device
 
 LAST = torch.iinfo(torch.int64).max  # sorts after every position
@@ -56,6 +59,8 @@ def select(
     are in order of position; packed: no slot is empty; False means unknown.
     """
     in_order = ascending and packed
+    if use_triton(scores) and scores.shape[-1] <= LONGEST:
+        return kept_slots(scores, tie_break, positions, protected, keep)
     if in_order and scores.is_cpu and not isinstance(keep, Tensor) and 0 < keep < scores.shape[-1]:
         kept = _select_by_cut(scores, tie_break, protected, keep)
         if kept is not None:
@@ -152,14 +157,28 @@ class Ranking:
     def occupied(self) -> Tensor:
         return self.positions >= 0
 
+    @cached_property
     def broken(self) -> Tensor:
         """The sequences in which an unprotected token has the score NaN, bool [B]."""
-        return (self.scores.isnan() & self.occupied & ~self.protected).flatten(1).any(-1)
+        counted = ~self.protected if self.packed else ~self.protected & self.occupied
+        return (self.scores.isnan() & counted).flatten(1).any(-1)
 
     def select(self, keep: Tensor | int) -> Tensor:
         """The kept slots, bool [B,H_kv,T]; keep: an int or counts [B,H_kv]."""
         keys = self.scores, self.tie_break, self.positions, self.protected
         return select(*keys, keep, self.ascending, self.packed)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """The slots [B,H_kv,T] in order of preference."""
+        keys = self.scores, self.tie_break, self.positions, self.protected
+        return preference(*keys, self.ascending and self.packed)
+
+    def slots(self, keep: int) -> Tensor:
+        """The kept slots [B,H_kv,keep] in order of position, of tokens in that order without an empty slot."""
+        assert self.ascending
+        assert self.packed
+        return self.order[..., :keep].sort(-1).values
 
     def victim(self) -> Tensor:
         """The slot to evict in every KV head, [B,H_kv,1]."""

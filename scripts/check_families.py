@@ -138,7 +138,8 @@ KINDS = {
     "exact": "With `full`, the logits equal the family's eager attention; the last column is the largest difference "
     "in standard deviations of the logits. The tested policies ({tried}) keep their budget in its attention layers; "
     "the row lists policies that do not apply. Batched sequences give the same results as single sequences.",
-    "refused": f"kvbench rejects these models before it loads weights. Each message ends with: {INSTEAD}.",
+    "refused": "kvbench refuses these models before it loads weights, unless their row says otherwise. "
+    f"Each message ends with: {INSTEAD}.",
     "differs": "Logits with `full` differ from eager attention: a bug of kvbench.",
     "crashed": "An unexpected error: a bug of kvbench.",
     "not tried": "The script could not build a small model of the family.",

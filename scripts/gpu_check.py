@@ -9,8 +9,9 @@ Every result is printed when it is known, and FILE (default: gpu_check.json) is 
 network and no installed kvbench; PYTHONPATH=src suffices. A part that is late is stopped and reported as late.
 
 --seconds N: time for all parts (default 290). --model NAME: for the policies (default: smollm2 if its weights are
-here, else pocket). --policies A,B: instead of all. --dry: small versions on the CPU, to check the script itself; its
-times mean nothing. The exit code is 1 if a bound does not hold or a part failed.
+here, else pocket). --policies A,B: of `policies` and `stores`, instead of all. --dtypes A,B: of `policies`, instead of
+float32 and bfloat16. --dry: small versions on the CPU, to check the script itself; its times mean nothing. The exit
+code is 1 if a bound does not hold or a part failed.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def policies(visit: Visit) -> Iterator[Result]:
     chosen, limit = all_policies(visit), 1 if visit.dry else 4
     lengths = [] if visit.model == "smollm2" else ["task.lengths=[1024]"]
     running = {}
-    for dtype in ("float32",) if visit.dry else ("float32", "bfloat16"):
+    for dtype in ("float32",) if visit.dry else visit.options.dtypes.split(","):
         for device in (visit.device, "cpu"):
             out = visit.scratch / f"{dtype}-{device}"
             own = f"model={visit.model}", f"device={device}", f"dtype={dtype}", f"out={out}", *lengths
@@ -305,7 +306,7 @@ def stores(visit: Visit) -> Iterator[Result]:
     for length in (LENGTH,) if visit.dry else (LENGTH, 4 * LENGTH):
         model, ids, sync = visit.shape(length)
         full = 0.0
-        for slug in ("full", *STORES):
+        for slug in ("full", *(all_policies(visit) if visit.options.policies else STORES)):
             if visit.left < 15:
                 yield Result("stores", f"{slug} at {length}: no time left", "late", "failed")
                 continue
@@ -349,6 +350,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=290)
     parser.add_argument("--model", default="")
     parser.add_argument("--policies", default="")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - PARTS.keys():

@@ -20,7 +20,7 @@ from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy
 from kvbench.results.result import read_result
 from kvbench.run.digests import check_files
-from kvbench.run.run import build_run
+from kvbench.run.run import Run, build_run
 from kvbench.run.run_config import run_config
 from kvbench.tasks.task import Task
 
@@ -73,9 +73,7 @@ def evaluate(
         "out": str(out) if temporary is None else f"{temporary.name}/kvbench",
         **fields,
     }
-    for name in fields:
-        if name in _PLURAL:
-            raise UsageError(f"{name}= is not allowed, write {_PLURAL[name]}=")
+    _check_names(fields)
     lists = [_listed("tasks", tasks, Task), _listed("policies", policies, Policy), _listed("budgets", budgets, Real)]
     folders = own_folders(config_dir)
     called: str | Path = given_name(model) if isinstance(model, PreTrainedModel) else model
@@ -86,13 +84,25 @@ def evaluate(
     runs = [build_run(config) for config in configs]
     for run in runs if temporary is None else ():
         check_files([run.identity["policy"], run.identity["task"]])
-    with nullcontext() if given is None else borrowed(given.model):
-        endings = compute_runs(runs)
-    for ending in endings:
-        if ending.error is not None:
-            raise ending.error
+    _compute(runs, given)
     rows = [read_result(run.folder, run.limit, whole=temporary is not None) for run in runs]
     return Results(rows, runs[0].out, in_order=False, owned=temporary)
+
+
+def _check_names(fields: Iterable[str]) -> None:
+    """Raise UsageError for the name of an argument in the singular."""
+    for name in fields:
+        if name in _PLURAL:
+            raise UsageError(f"{name}= is not allowed, write {_PLURAL[name]}=")
+
+
+def _compute(runs: Sequence[Run], given: GivenModel | None) -> None:
+    """Compute all runs, and then raise the first error of one."""
+    with nullcontext() if given is None else borrowed(given.model):
+        errors = compute_runs(runs)
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _given(model: Model, tokenizer: PreTrainedTokenizerBase | None, dtype: str, device: str) -> GivenModel | None:

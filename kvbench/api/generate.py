@@ -53,17 +53,14 @@ def generate(
     """
     max_new_tokens, min_new_tokens, seed = as_python((max_new_tokens, min_new_tokens, seed))
     _check(model, prompt, policy, tokenizer, attention_mask, stop)
-    whole_number("max_new_tokens", max_new_tokens, 1)
-    whole_number("min_new_tokens", min_new_tokens, 0)
-    whole_number("seed", seed, 0)
-    if context_tokens is not None:
-        whole_number("context_tokens", context_tokens, 1)
+    _check_numbers(max_new_tokens, min_new_tokens, seed, context_tokens)
     if isinstance(prompt, str):
         assert tokenizer is not None
         prompt = torch.tensor([encode(tokenizer, prompt)])
     _warn_of_positions(model, prompt.shape[1] + max_new_tokens)
     sampling = run_config.Generation(temperature, top_p, top_k, samples).sampling
     answers = [(row, sample) for row in range(len(prompt)) for sample in range(samples)]
+    samplers = [] if sampling is None or sampling.greedy else [TokenSampler(sampling, seed, *one) for one in answers]
     if isinstance(question, Sequence):
         question = [position for position in question for _ in range(samples)]
     with borrowed(model):
@@ -78,12 +75,19 @@ def generate(
             eos_token_ids=end_tokens(model.generation_config, tokenizer, stops=stop),
             stop=None if tokenizer is None else Ending(tokenizer, stop).test,
             context_tokens=context_tokens,
-            samplers=[]
-            if sampling is None or sampling.greedy
-            else [TokenSampler(sampling, seed, *one) for one in answers],
+            samplers=samplers,
             examples=[(seed, index) for index in range(len(answers))],
             encoder=None if tokenizer is None else Encoder(tokenizer),
         )
+
+
+def _check_numbers(max_new_tokens: int, min_new_tokens: int, seed: int, context_tokens: int | None) -> None:
+    """Raise UsageError for numbers out of range."""
+    whole_number("max_new_tokens", max_new_tokens, 1)
+    whole_number("min_new_tokens", min_new_tokens, 0)
+    whole_number("seed", seed, 0)
+    if context_tokens is not None:
+        whole_number("context_tokens", context_tokens, 1)
 
 
 def _check(model: object, prompt: object, policy: object, tokenizer: object, mask: object, stop: object) -> None:

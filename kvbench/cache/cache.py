@@ -7,12 +7,10 @@ One token in one layer: `update` returns a `LayerCall`, which the attention func
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
 
-import copy
 import sys
 from collections import defaultdict
 from collections.abc import Sequence as List
 from typing import Any, ClassVar
-from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +20,12 @@ from transformers.cache_utils import Cache
 from kvbench.cache import NAME
 from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call, check_scores
-from kvbench.cache.columns import Columns, real_columns
+from kvbench.cache.columns import Columns
 from kvbench.cache.eviction import Evictions
 from kvbench.cache.extras import extras_of, layers_of
 from kvbench.cache.families import check_interface, layout_of
 from kvbench.cache.hook import LayerCall, check_attention
-from kvbench.cache.interface import check_model, check_policy, uncompiled
+from kvbench.cache.interface import CallingModel, check_policy, uncompiled
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.sequence import Sequence, check_length, spread
 from kvbench.cache.step import Step, append, no_attention
@@ -97,11 +95,9 @@ class KVCache(Cache):
         self._add_sequences(named[0] if named else 1)
         self.one_prompt = False  # all sequences process one and the same prompt
         self._evictions = Evictions(self.extras)
-        self._reader: ReferenceType[nn.Module] | None = None  # the model's first attention module
+        self._model = CallingModel(self.config)
         self._counts: list[int] = []  # tokens of each sequence in the running call
         self._places = self._layout.places
-        self._dtype: torch.dtype | None = None
-        self._shifts: dict[int, int] = {}  # positions in the model minus those of the cache, see `real_columns`
         layers = layers_of(self.sequences, self._layout)
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
         super().__init__(layers=layers)
@@ -149,8 +145,8 @@ class KVCache(Cache):
     ) -> Tensor:
         """The attention of a layer."""
         index, keys, values = self._places[call.index], call.new_keys, call.new_values
-        if index == 0 and (self._reader is None or self._reader() is not module):
-            self._reader = check_model(self.config, self._reader, module)
+        if index == 0:
+            self._model.check(module)
         if any(sequence.policy.needs.model for sequence in self.sequences):
             params = params._replace(model=model_layer(module, queries))
         mask = self._real(columns, queries) if index == 0 else None
@@ -160,14 +156,8 @@ class KVCache(Cache):
         """The new tokens of a call that are no padding; sequences of the engine are checked and have none."""
         if not self.sequences or self.sequences[0].isolated:
             return None
-        if self._dtype not in (None, queries.dtype):
-            raise ValueError(
-                f"this KVCache holds numbers in {self._dtype}, but the model computes in {queries.dtype} now: make a "
-                "new cache after the model was converted"
-            )
-        self._dtype = queries.dtype
         seen = [one.seen for one in self.sequences] if self.sequences[0].started else []
-        return real_columns(columns, seen, queries.shape[0], queries.shape[2], self._shifts)
+        return self._model.real(columns, queries, seen)
 
     def attend(
         self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
@@ -405,28 +395,3 @@ class KVCache(Cache):
         check_scores(self.sequences)
         for sequence in self.sequences:
             audit(sequence)
-
-
-# --- several caches as one, and copies -------------------------------------------------------------------------------
-def empty_like(cache: KVCache) -> KVCache:
-    """A cache of the same kind for the same model, without sequences."""
-    found = type(cache)(cache.config, Policy(name="full"))
-    found.sequences.clear()
-    return found
-
-
-def fork(cache: KVCache) -> KVCache:
-    """A copy of a cache with its own tensors, so that each can continue with another question."""
-    shared = [cache.config, *(part for one in cache.sequences for part in (one.policy, one.error))]
-    return copy.deepcopy(cache, {id(part): part for part in shared})
-
-
-def together(caches: List[KVCache], one_prompt: bool = False) -> KVCache:
-    """One cache with the sequences of several, which it does not copy.
-
-    one_prompt: all sequences process one and the same prompt, as one step that attends before it evicts.
-    """
-    found = empty_like(caches[0])
-    found.sequences += [sequence for cache in caches for sequence in cache.sequences]
-    found.one_prompt = one_prompt
-    return found

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from threading import RLock
@@ -26,6 +25,7 @@ Config = dict[str, Any]
 CONF = Path(str(resources.files("kvbench.conf")))
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C if available: 8 times as fast
 _LOCK = RLock()  # Hydra's state is global
+_COMPOSED: dict[tuple[object, ...], Config] = {}
 OWN_FOLDERS: ContextVar[tuple[Path, ...] | None] = ContextVar("folders", default=None)
 """The folders of the configuration that Python composes; None on the command line."""
 
@@ -54,11 +54,27 @@ def read(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
         raise unknown(group, name, names(group, folders))
     files = [file for folder in folders for file in sorted(folder.rglob("*.yaml"))]
     changes = tuple((file, file.stat().st_mtime_ns) for file in files)  # a notebook edits its files
-    return deepcopy(_composed(group, name, tuple(folders), changes))
+    key = group, name, tuple(folders), changes
+    if key not in _COMPOSED:
+        _COMPOSED[key] = _composed(group, name, tuple(folders))
+    return deepcopy(_COMPOSED[key])
 
 
-@cache
-def _composed(group: str, name: str, folders: tuple[Path, ...], changes: object) -> Config:
+def read_all(group: str) -> dict[str, Config]:
+    """`read` for every file of conf/<group>/, in one composition: each takes Hydra 50 ms, however small it is."""
+    from hydra import compose
+    from omegaconf import OmegaConf
+
+    every = names(group)
+    words = [f"+{group}@{group}.file_{number}={json.dumps(name)}" for number, name in enumerate(every)]
+    with _own_hydra(()):
+        found: Any = OmegaConf.to_container(compose(overrides=words))
+    for number, name in enumerate(every):
+        _COMPOSED[group, name, (), ()] = found[group][f"file_{number}"]
+    return {name: read(group, name) for name in every}
+
+
+def _composed(group: str, name: str, folders: tuple[Path, ...]) -> Config:
     from hydra import compose
     from hydra.errors import HydraException
     from omegaconf import OmegaConf

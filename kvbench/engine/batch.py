@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.cache import BudgetError, KVCache, ScoreError, empty_like
+from kvbench.cache.cache import BudgetError, KVCache, ScoreError
+from kvbench.cache.copies import empty_like
 from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.families import layout_of
 from kvbench.cache.pre_passes import rate

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.cache import KVCache, together
+from kvbench.cache.cache import KVCache
+from kvbench.cache.copies import together
 from kvbench.cache.pressed import PressedCache
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import now

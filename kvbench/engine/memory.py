@@ -16,7 +16,7 @@ import torch
 from kvbench.cache.families import layout_of
 from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import LiveSequence
-from kvbench.models.prompts import Prompt
+from kvbench.models.prompt import Prompt
 from kvbench.policies.policy import total_slots
 from kvbench.run.run import Run
 

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.cache import KVCache, fork, together
+from kvbench.cache.cache import KVCache
+from kvbench.cache.copies import fork, together
 from kvbench.cache.families import layout_of, reset_rotation
 from kvbench.engine.logits import all_logits, next_logits, now
 from kvbench.engine.pre_pass import open_cache, pre_pass, rate_next
-from kvbench.engine.recorded_blocks import BlockRecorder
+from kvbench.engine.recorded_blocks import CALL_TOKENS, BlockRecorder
 from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
 from kvbench.engine.sequence import History, LiveSequence, choose_next
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
 from kvbench.run.run import check_context
 
-BLOCK_TOKENS = 8192  # prompt tokens of one call, over all sequences of a batch
 GIVEN_TOKENS = 512  # given tokens of one call: more is hardly faster and hides the progress
 
 Sequences = Sequence[LiveSequence]
@@ -54,7 +54,10 @@ def prefill(
     end = begin + total
     if not begin:
         reset_rotation(model)
-    for block in ids.split(size or call_size(model, cache.policy, begin, total), dim=1):
+    size = size or call_size(model, cache.policy, begin, total)
+    first = size if recorder is None else recorder.first_call(cache, size, total)
+    lengths = min(first, total), *(min(size, total - start) for start in range(first, total, size))
+    for block in ids.split(lengths, dim=1):
         positions = torch.arange(begin, begin + block.shape[1], device=ids.device).expand_as(block)
         begin += block.shape[1]
         with pre_pass(model, cache, ids, encoder):
@@ -144,7 +147,7 @@ def _batches(model: PreTrainedModel, sequences: Sequences) -> Iterator[list[Live
         else:
             yield [sequence]
     for size, some in blocks.items():
-        at_once = max(1, BLOCK_TOKENS // size)
+        at_once = max(1, CALL_TOKENS // size)
         yield from (some[i : i + at_once] for i in range(0, len(some), at_once))
     if whole:
         yield whole
@@ -279,7 +282,7 @@ def _append_question(model: PreTrainedModel, sequences: Sequences, logits: Tenso
     if question.shape[1] == 0:
         return logits
     logits = logits.expand(len(sequences), -1).clone()
-    for some, out in _append_to_all(model, sequences, question, logits, BLOCK_TOKENS, keep=1):
+    for some, out in _append_to_all(model, sequences, question, logits, CALL_TOKENS, keep=1):
         logits[some] = out[:, -1]
     return logits
 

@@ -10,7 +10,8 @@ from kvbench.cache.families import layout_of
 from kvbench.config.parts import refusing_in
 from kvbench.engine.teacher_forcing import policy_for
 from kvbench.errors import UsageError, refusing
-from kvbench.models.prompts import Prompt, PromptMaker
+from kvbench.models.prompt import Prompt
+from kvbench.models.prompts import PromptMaker
 from kvbench.policies.policy import Policy, layer_budgets, read_plan
 from kvbench.policies.policy_checks import check_next_prompt
 from kvbench.policies.pre_passes.pre_pass import PromptChoice

@@ -2,12 +2,13 @@
 
 A block appends, attends and evicts as any other call; the graph of it ends with copies of everything that it changed
 into the tensors that it began with, so that it can be replayed. The positions come from a clock on the device. The
-blocks until the budget is full, and the last one, are called.
+blocks until the budget is full are one call, and the last one is called.
 
 Shapes: B sequences, m tokens of a block, V vocabulary.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from kvbench.cache.families import in_window, layout_of
 from kvbench.cache.footprint import fed
 from kvbench.engine.cuda_graph import GraphRecorder
 from kvbench.engine.logits import next_logits
-from kvbench.policies.policy import Policy
+from kvbench.policies.policy import Policy, layer_budgets
 from kvbench.policies.stores.slot_store import SlotStore
+
+CALL_TOKENS = 8192  # prompt tokens of one call, over all sequences of a batch
 
 
 def blocks_alike(policy: Policy) -> bool:
@@ -50,6 +53,18 @@ class BlockRecorder(GraphRecorder):
         self._graph: torch.cuda.CUDAGraph | None = None
         self._before: object = None
 
+    def first_call(self, cache: KVCache, size: int, total: int) -> int:
+        """Tokens of the first call of a prompt of `total` tokens: all blocks of `size` tokens that evict nothing."""
+        if not self._can_record(cache):
+            return size
+        try:
+            budgets = chain(*(layer_budgets(one.policy, len(one.layers), total, 0) for one in cache.sequences))
+            fit = min(*budgets, total, CALL_TOKENS // len(cache.sequences))
+        except ValueError:  # a budget that is too small for its policy: the call ends that sequence
+            return size
+        fills = all(one.policy.schedule.share(fit, size, total) == fit for one in cache.sequences)
+        return max(size, fit // size * size) if fills else size
+
     def __call__(self, ids: Tensor, positions: Tensor, cache: KVCache, last: bool) -> Tensor:
         """The logits [B,V] after a block ids [B,m] at positions [B,m]; last: of the prompt."""
         if cache is not self._cache:
@@ -58,7 +73,7 @@ class BlockRecorder(GraphRecorder):
         if last or not self._can_record(cache):
             self.forget()
             return next_logits(self._model, ids, positions, cache)
-        if self._graph is None and self._alike > 1:
+        if self._graph is None and self._alike:
             self._graph = self._record(ids, cache)
         if self._graph is not None:
             self._ids.copy_(ids)
@@ -85,6 +100,8 @@ class BlockRecorder(GraphRecorder):
         if in_window(self._model.config, cache.seen):  # attention does not need the window yet
             return ()
         for sequence in cache.sequences:
+            if sequence.error is not None:
+                return ()
             for layer in sequence.layers:
                 store, budgets = layer.store, sequence.budgets
                 full = budgets.within(layer.index, sequence.seen) == budgets.shares[layer.index] == layer.count

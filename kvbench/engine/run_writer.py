@@ -15,7 +15,7 @@ from kvbench.engine.prompts import blank, check_policy
 from kvbench.engine.sequence import Request
 from kvbench.engine.teacher_forcing import policy_for
 from kvbench.errors import UsageError, refusing
-from kvbench.models.prompts import Prompt
+from kvbench.models.prompt import Prompt
 from kvbench.policies.schedule import Blocks
 from kvbench.results.files import RunBusyError, held, remove_torn, write_json, write_yaml
 from kvbench.results.labels import names

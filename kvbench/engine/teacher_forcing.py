@@ -21,7 +21,7 @@ from kvbench.engine.logits import now
 from kvbench.engine.prefill import GIVEN_TOKENS, append_given, prefill_prompt
 from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
 from kvbench.engine.sequence import LiveSequence, Request
-from kvbench.models.prompts import Prompt
+from kvbench.models.prompt import Prompt
 from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder

@@ -11,7 +11,10 @@ from kvbench.cache.cache import KVCache
 from kvbench.errors import UsageError
 from kvbench.policies.policy import Policy
 
-TRIAL = 3  # tokens of the first call, which compiles the layers
+TRIAL = (3, 5, 1)  # tokens of the first calls, which compile the layers: for prompts of any length, and for one token
+# An index of a layer is an argument of the compiled code, so that all layers share it; every batch size, dtype and
+# length 1 or more may need code of its own.
+SHARED = {"allow_unspec_int_on_nn_module": True, "recompile_limit": 64}
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -33,9 +36,10 @@ def compiled_layers(model: PreTrainedModel, wanted: bool, backend: str = "induct
         raise _refusal(model, f"its decoder layers {why}")
     try:
         for layer in layers:
-            layer.compile(dynamic=True, backend=backend)
-        _try_out(model)
-        yield
+            layer.compile(backend=backend)
+        with torch._dynamo.config.patch(SHARED):
+            _try_out(model)
+            yield
     finally:
         for layer in layers:
             layer._compiled_call_impl = None
@@ -43,11 +47,11 @@ def compiled_layers(model: PreTrainedModel, wanted: bool, backend: str = "induct
 
 @torch.inference_mode()
 def _try_out(model: PreTrainedModel) -> None:
-    """Call the model once for a prompt and for a token, which compiles its layers."""
-    ids = torch.zeros(1, TRIAL, dtype=torch.long, device=model.device)
-    cache = KVCache(model.config, Policy(name="full"), prompt_length=TRIAL)
+    """Call the model for prompts of two lengths and for a token, which compiles its layers."""
+    ids = torch.zeros(1, sum(TRIAL), dtype=torch.long, device=model.device)
+    cache = KVCache(model.config, Policy(name="full"), prompt_length=sum(TRIAL))
     try:
-        for part in (ids, ids[:, :1]):
+        for part in ids.split(TRIAL, dim=1):
             model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
     except Exception as error:  # Dynamo, Inductor and compilers of C++ and CUDA raise errors of many types
         raise _refusal(model, str(error).strip().splitlines()[0]) from error

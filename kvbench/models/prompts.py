@@ -12,9 +12,8 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,9 +22,10 @@ from transformers import PreTrainedTokenizerBase
 
 from kvbench.errors import UsageError, refusing
 from kvbench.models.answers import decoded
+from kvbench.models.prompt import Prompt
 from kvbench.models.shared import shared_texts
-from kvbench.models.spans import Spans, common, token_spans
-from kvbench.models.tokens import Pair, encode, encode_pair
+from kvbench.models.spans import common, token_spans
+from kvbench.models.tokens import encode, encode_pair
 from kvbench.tasks.task import Example, Shared, Task
 
 log = logging.getLogger(__name__)
@@ -33,103 +33,6 @@ log = logging.getLogger(__name__)
 COMPRESS = ("prompt", "context")
 """What a policy compresses: the whole prompt, or the part before the question."""
 SEAM = 16  # spare tokens: a prompt cut in the middle may have more tokens when it is tokenized again
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The prompt of one example: token ids [T] int32, and the sha256 of their text.
-
-    The example has no text here, because all prompts of a run are in memory at once.
-    target [M] int32: tokens to score as the continuation, if the example has a target. pairs: contexts to compress and
-    continuations to rate, if the example has them; ids is then the longest context.
-    context_tokens: number of tokens that are compressed before the question; None: the whole prompt is compressed.
-    dictated: token ids at the beginning of the answer, independent of the model.
-    sample: number of the answer, from 0, if several are sampled; example.index then counts answers.
-    question: position of the question in a prompt that is compressed as a whole, if the policy needs it.
-    turns: for a conversation, the number of tokens of each turn's prompt, which are concatenated in ids.
-    spans: token positions of the parts that the example names. opened: the answer begins inside a thought.
-    """
-
-    example: Example
-    ids: Tensor
-    hash: str
-    target: Tensor | None = None
-    pairs: tuple[Pair, ...] = ()
-    context_tokens: int | None = None
-    sample: int | None = None
-    question: int | None = None
-    turns: tuple[int, ...] = ()
-    dictated: tuple[int, ...] = ()
-    spans: Spans = field(default_factory=dict)
-    opened: bool = False
-
-    @property
-    def most_new_tokens(self) -> int:
-        """The maximum number of new tokens, including dictated ones."""
-        return self.example.max_new_tokens + len(self.dictated)
-
-    @property
-    def context_hash(self) -> str | None:
-        """The sha256 of tokens that several prompts share: a context, a first turn, or a whole prompt."""
-        if not self.turns and self.context_tokens is None and self.sample is None:
-            return None
-        first = self.turns[0] if self.turns else self.context_tokens
-        return hashlib.sha256(self.ids[:first].numpy().tobytes()).hexdigest()
-
-    @property
-    def draw(self) -> int:
-        """A seed for random policies: the example's index, or a number derived from a shared context."""
-        if not self.turns and self.context_tokens is None:
-            return self.example.index
-        return int(str(self.context_hash)[:15], 16) + (self.sample or 0)
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether its tokens are given and scored, so that nothing is generated."""
-        return self.target is not None or self.example.reading is not None
-
-    @property
-    def is_whole_text(self) -> bool:
-        """Whether all tokens but the first are scored, while the policy evicts block by block."""
-        reading = self.example.reading
-        return self.target is None and reading is not None and reading.prompt_tokens is None
-
-    @property
-    def tokens(self) -> int:
-        """Number of all given tokens: those of a target follow the prompt."""
-        return len(self.ids) + (0 if self.target is None else len(self.target))
-
-    @property
-    def continuation(self) -> Tensor | None:
-        """The tokens [M] after the prompt that are scored; None if an answer is generated, or a whole text scored."""
-        if self.target is not None or self.is_whole_text or not self.is_scored:
-            return self.target
-        return self.ids[self.length :]
-
-    @property
-    def own(self) -> bool:
-        """Whether the history of the conversation has the model's own answers, which are not part of ids."""
-        return self.example.shared is not None and self.example.shared.own
-
-    @property
-    def known(self) -> int:
-        """Number of tokens that an earlier question about the same context shares; 0 for the first question."""
-        if self.context_tokens is not None and self.example.metadata.get("turn", 1) > 1:
-            return self.context_tokens
-        return sum(self.turns[:-1])
-
-    @property
-    def lengths(self) -> set[int]:
-        """The lengths of all prompts that the policy compresses, in tokens."""
-        return {len(pair.context) for pair in self.pairs} or set(accumulate(self.turns)) or {self.length}
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of the prompt: of the context, or of the part of a text that is not scored."""
-        if self.context_tokens is not None:
-            return self.context_tokens
-        reading = self.example.reading
-        return len(self.ids) if reading is None or reading.prompt_tokens is None else reading.prompt_tokens
 
 
 @dataclass(frozen=True)

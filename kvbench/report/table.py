@@ -363,14 +363,12 @@ def chosen(rows: Sequence[Result], names: Sequence[str]) -> Table:
     frame = tidy(rows, names)
     left = [str(name) for name in frame if frame[name].dtype.kind not in "iuf"]
     cells = frame.astype(object).where(frame.notna(), "")
-    return Table(cells.map(_number), left=left)
+    return Table(cells.map(_digits), left=left)
 
 
-def _number(value: object) -> str:
-    """Four digits of a number, without an exponent for a large one."""
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+def _digits(value: object) -> str:
+    """Four digits of a number, or all before the point; other values as text."""
+    return f"{value:{'.0f' if abs(value) >= 1000 else '.4g'}}" if isinstance(value, float) else str(value)
 
 
 def notes(rows: Sequence[Result]) -> list[str]:

@@ -120,7 +120,8 @@ def write_summary(folder: Path, samples: Sequence[Sample]) -> None:
         "samples": len(samples),
         "outcomes": columns,
     }
-    write_atomically(folder / FILE_NAME, json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
+    # Fields of a policy may be infinite, as in config.yaml.
+    write_atomically(folder / FILE_NAME, json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def read_summary(folder: Path) -> Summary | None:

@@ -22,7 +22,7 @@ from kvbench.cache.families import layout_of
 from kvbench.engine.answers import scored
 from kvbench.engine.prompts import blank, prompts_for
 from kvbench.errors import UsageError
-from kvbench.models.prompts import Prompt
+from kvbench.models.prompt import Prompt
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.policy import read_plan
 from kvbench.policies.press import KVPress

@@ -51,7 +51,7 @@ def diagnose(name: str, fields: Sequence[str], config_dir: Path | None = None) -
 
     from kvbench.engine.prompts import make_prompts
     from kvbench.models.loading import load
-    from kvbench.models.prompts import Prompt
+    from kvbench.models.prompt import Prompt
     from kvbench.terminal.progress import progress
     from kvbench.tools.diagnostics.probe import Probe
 

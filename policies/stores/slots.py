@@ -99,4 +99,8 @@ def slots_in_order(positions: Tensor, mask: Tensor, most: int, ascending: bool) 
     """The first `most` slots of mask [B,H,C] in order of positions [B,H,C]; ascending: as they are, `most` each."""
     if ascending and mask.is_cpu:  # on a GPU, the host would wait for `nonzero`
         return mask.nonzero()[:, -1].view(*mask.shape[:2], most)
+    if ascending:  # the place of each slot in the answer; those that leave are written behind its end
+        places = torch.where(mask, mask.cumsum(-1) - 1, most)
+        slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(mask)
+        return places.new_empty(*mask.shape[:2], most + 1).scatter_(-1, places, slots)[..., :most]
     return positions.masked_fill(~mask, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)[..., :most]

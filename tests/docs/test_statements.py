@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from documents import PAGES, ROOT, prose, read
+from long_cache import limit_bits
 
-from kvbench.config.compose import names
-
-ROOT = Path(__file__).parents[2]
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "results").glob("*/README.md")),
-]
-PROVED = {
-    ("README.md", "policies and budgets that evict after it"): "test_every_run_of_a_sweep_writes_equal_samples_alone",
-    ("README.md", "computed alone: `engine.rows=1`, presses of kvpress and lm-eval"): (
-        "test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs"
-    ),
-    ("docs/concepts/measured.md", "so that changed data makes a new run"): (
-        "test_data_counts_by_its_contents_wherever_it_lies"
-    ),
-    ("kvbench/results/metrics.py", "their positions, 0 for caches that store none"): (
-        "test_shares_count_positions_on_both_sides_or_neither_and_a_decoding_press_has_its_own_footnote"
-    ),
-}
-"""Statements about behaviour that were wrong before, by their file, and the test that proves each."""
+from kvbench.config.compose import CONF, load, names
+from kvbench.config.presets import make_policy
+from kvbench.models.cache_shapes import cache_shape
+from kvbench.policies.stores.store import LayerStore
+from kvbench.results.statistics import paired_difference
 
 
-def test_statements_that_were_wrong_stay_as_they_are_proved() -> None:
-    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    for (page, statement), test in PROVED.items():
-        assert statement in " ".join((ROOT / page).read_text(encoding="utf-8").split()), (page, statement)
-        assert f"def {test}(" in code, test
-    sentences = re.findall(r"(?i)one prefill[^.]*? serves [^.]*", " ".join(" ".join(map(text_of, PAGES)).split()))
+def test_a_prefill_serves_the_policies_that_evict_after_it() -> None:
+    sentences = re.findall(r"(?i)one prefill[^.]*? serves [^.]*", " ".join(" ".join(map(prose, PAGES)).split()))
     assert len(sentences) > 1
     assert [one for one in sentences if "evict after" not in one] == []
 
 
 def test_a_bound_on_differences_that_cannot_be_distinguished_is_that_of_the_tables() -> None:
-    text = " ".join(text_of(ROOT / "docs" / "results.md").split())
+    text = " ".join(prose("docs/results.md").split())
     told = re.findall(r"n = (\d+), [^.]*?(?:less than|below) (0\.\d+)([^.]*)cannot be distinguished from 0", text)
     for n, bound, scope in told:
         assert "at one budget" in scope, "averages over budgets resolve smaller differences"
@@ -55,21 +38,16 @@ def test_a_bound_on_differences_that_cannot_be_distinguished_is_that_of_the_tabl
 
 
 def test_few_files_are_longer_than_contributors_are_told() -> None:
-    (limit,) = re.findall(r"Keep files at about (\d+) lines", text_of(ROOT / "CONTRIBUTING.md"))
+    (limit,) = re.findall(r"Keep files at about (\d+) lines", prose("CONTRIBUTING.md"))
     files = [path for name in ("kvbench", "policies", "kernels", "tasks") for path in (ROOT / name).rglob("*.py")]
     lengths = sorted(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
     assert lengths[-5] <= int(limit)
     assert lengths[-1] <= 1.2 * int(limit)
 
 
-def text_of(page: Path) -> str:
-    """A page without its blocks of code."""
-    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-
-
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as MkDocs and GitHub make them."""
-    titles = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
@@ -77,7 +55,7 @@ def test_every_link_leads_to_a_file_and_a_heading_that_exist() -> None:
     """Policies, ledger and the anchors of the API are made when the site is built, which checks these links."""
     wrong = []
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
             path, _, anchor = target.partition("#")
             if (
                 page.parent.name == "ledger"
@@ -94,38 +72,15 @@ def test_every_link_leads_to_a_file_and_a_heading_that_exist() -> None:
 
 
 def test_the_number_of_an_issue_is_that_of_its_link() -> None:
-    links = re.findall(r"#(\d+)\]\(https://github\.com/[^)]*/(?:issues|pull)/(\d+)\)", "".join(map(text_of, PAGES)))
+    links = re.findall(r"#(\d+)\]\(https://github\.com/[^)]*/(?:issues|pull)/(\d+)\)", "".join(map(prose, PAGES)))
     assert len(links) > 10
     assert [shown for shown, linked in links if shown != linked] == []
-
-
-def test_numbers_of_a_paragraph_that_names_one_test_are_in_this_test() -> None:
-    asked = 0
-    for page in PAGES:
-        for block in re.split(r"\n\n|\n(?=[|-] ?)", text_of(page)):
-            files = set(re.findall(r"`(tests/[\w/]+\.py)`", block))
-            if len(files) != 1 or page.name in ("CONTRIBUTING.md", "speed.md"):
-                continue
-            (file,) = files
-            code = (ROOT / file).read_text(encoding="utf-8")
-            told = re.sub(r"95%|torch [\d.]+|sm_\d+|Triton [\d.]+|e4m3|compute capability [\d.]+", "", block)
-            for number in re.findall(
-                r"(?<![\w.])\d[\d,]*(?:\.\d+)?%?", re.sub(r"`[^`]*`|\([^)]*\.md\)|gpt-\w+|Gemma \d", "", told)
-            ):
-                value = number.rstrip("%").replace(",", "")
-                forms = {value, number} | ({f"{float(value) / 100:g}"} if number.endswith("%") else set())
-                asked += 1
-                assert any(re.search(rf"(?<![\d.]){re.escape(form)}(?![\d])", code) for form in forms), (
-                    page.name,
-                    number,
-                )
-    assert asked > 5
 
 
 def test_counts_of_a_gpu_visit_are_in_its_logs() -> None:
     for folder in sorted((ROOT / "results" / "gpu").glob("20*")):
         logs = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.log")))
-        told = "".join(text_of(ROOT / name) for name in ("docs/kernels.md", "results/gpu/README.md"))
+        told = "".join(prose(name) for name in ("docs/kernels.md", "results/gpu/README.md"))
         counts = set(re.findall(r"(\d+) of (\d+)(?: GPU)? (tests|samples)", told))
         assert len(counts) > 2
         for part, whole, kind in counts:
@@ -133,10 +88,73 @@ def test_counts_of_a_gpu_visit_are_in_its_logs() -> None:
             assert passed in logs or f"compared samples: {whole} " in logs, (part, whole, kind)
 
 
-def test_a_page_counts_the_tasks_of_ruler() -> None:
-    told = re.findall(r"RULER \((\d+) tasks\)", "".join(map(text_of, PAGES)))
-    assert told
-    assert {int(count) for count in told} == {sum(name.startswith("ruler/") for name in names("task"))}
+def test_counts_are_those_of_the_tree() -> None:
+    text = " ".join("".join(map(prose, PAGES)).split())
+    families = prose("docs/families.md").split("\n## ")[1:]
+    rows = {part.partition(":")[0]: part.count("\n| ") - 1 for part in families}
+    demo = load(CONF / "experiment" / "demo.yaml")["hydra"]["sweeper"]["params"]["policy"]
+    least, beyond = re.findall(r"python = \">=3\.(\d+),<3\.(\d+)", read("pyproject.toml"))[0]
+    for pattern, count in (
+        (r"RULER \((\d+) tasks\)|(\d+) synthetic tasks", sum(name.startswith("ruler/") for name in names("task"))),
+        (r"lists (\d+) verified|## exact: (\d+)", rows["exact"]),
+        (r"## refused: (\d+)", rows["refused"]),
+        (r"## not tried: (\d+)", rows["not tried"]),
+        (r"`LayerStore` has (\d+) public members", sum(not name.startswith("_") for name in dir(LayerStore))),
+        (r"\((\d+) rows\)", sum(rows.values())),
+        (r"Python 3\.(\d+)(?: to|,)", int(least)),
+        (r"Python 3\.\d+(?: to|, 3\.12 or) 3\.(\d+)", int(beyond) - 1),
+        (r"runs (\w+) policies on the pocket model", {6: "six"}.get(demo.count(",") + 1)),
+    ):
+        assert {one for found in re.finditer(pattern, text) for one in found.groups() if one} == {str(count)}, pattern
+
+
+def test_the_sentences_of_the_page_of_families_are_those_of_its_script() -> None:
+    script = re.sub(r'[\s"]|"f"', "", read("scripts/check_families.py").replace('f"', ""))
+    for block in prose("docs/families.md").split("\n\n"):
+        if not block.startswith(("|", "#", "Generated")):
+            for words in re.split(r"\([^)]*\)|: use .*", block):
+                assert re.sub(r"\s", "", words) in script, words
+
+
+def test_the_number_of_examples_that_detect_a_difference() -> None:
+    text = prose("docs/faq.md")
+    ((lost, one, first, two, second),) = re.findall(
+        r"from (\d+) lost answers\s+on: (0\.\d+) of (\d+) examples, (0\.\d+) of (\d+)", text
+    )
+    for share, n in ((one, int(first)), (two, int(second))):
+        assert float(share) == int(lost) / n
+        for k, seen in ((int(lost), True), (int(lost) - 1, False)):
+            assert (paired_difference([1.0] * n, [0.0] * k + [1.0] * (n - k)).high < 0) == seen
+    ((n, share),) = re.findall(
+        r"With (\d+) examples a difference of\s+(0\.\d+) is not", prose("docs/concepts/measured.md")
+    )
+    assert float(share) * int(n) < int(lost)
+
+
+def test_bytes_of_codes_are_those_of_their_stores() -> None:
+    table = prose("docs/kernels.md").split("| bytes of a token per KV head |")[1].split("\n\n")[0]
+    rows = [(re.findall(r"`(\w+)`", line), re.findall(r"\d+", line.split("|")[2])) for line in table.splitlines()[2:]]
+    assert len(rows) == 3
+    for slugs, told in rows:
+        bits = [limit_bits(make_policy(slug), cache_shape("llama2_7b")) for slug in slugs]
+        positions = 4 * (slugs == ["full"])  # stores of codes have none
+        assert [round(one * 256 / 8) - positions for one in bits] == [*map(int, told)]
+
+
+def test_new_tokens_in_tables_are_those_of_the_benchmarks() -> None:
+    text = read("tasks/data/long_sets.json")
+    known = {name: benchmark["subsets"] for name, benchmark in json.loads(text).items()}
+    asked = 0
+    for page in ("long_sets", "shared_contexts"):
+        table = prose(f"docs/evaluators/{page}.md").split("---:|\n")[1].split("\n\n")[0]
+        for line in table.splitlines():
+            tasks, told = re.findall(r"`([\w/]+)`", line.split("|")[1]), line.split("|")[4]
+            benchmark, asked = known[tasks[0].partition("/")[0]], asked + 1
+            subsets = benchmark if "..." in line or "/" not in tasks[0] else [one.rpartition("/")[2] for one in tasks]
+            found = re.findall(r"\d+", "".join(str(benchmark[one]["max_new_tokens"]) + " " for one in subsets))
+            ends = {min(found, key=int), max(found, key=int)} if " to " in told else set(found)
+            assert set(re.findall(r"\d+", told)) == ends, line
+    assert asked > 15
 
 
 def test_every_script_and_experiment_is_run_or_composed_by_a_test() -> None:

@@ -12,6 +12,7 @@ from kernel_interpreted import Interpreter, mostly_slow
 
 from kvbench.kernels.decode import decode_attention, decode_attention_flat
 from kvbench.kernels.references import Attention
+from kvbench.kernels.tiles import fit_heads
 
 FAST = (
     "packed-and-all-that-is-asked",
@@ -126,3 +127,9 @@ def test_cuda_equals_the_reference_in_bfloat16(dim: int, flat: bool) -> None:
     got, expected = decoded(case.draw(dim, "cuda")), decoded(case.draw(dim))
     for name in ("out", "log_sum_exp", "weights", "sums"):
         torch.testing.assert_close(got[name].cpu(), expected[name], **TOLERANCES[torch.bfloat16])
+
+
+def test_heads_beyond_the_tiles_are_refused() -> None:
+    fit_heads("decode", 256, 256)
+    with pytest.raises(ValueError, match="decode takes a head_dim of at most 256, got 257; use device=cpu"):
+        fit_heads("decode", 64, 257)

@@ -52,7 +52,7 @@ def step(
     places = torch.full((2, 1), 80), torch.randint(0, 90, (280,), dtype=torch.int32)  # some are later, so hidden
     places[1][(segments[0] + slots.cpu()).flatten()] = 80
     call: Any = (queries, new, memory, tuple(x.to(device) for x in places), tuple(x.to(device) for x in segments), 70)
-    sinks = torch.randn(1, 6, device=device)
+    sinks = torch.randn(1, 6).to(device)
     how = AttentionParams(dim**-0.5, softcap=20.0, sliding_window=60, sinks=sinks)
     run: Any = decode_step_ref if reference else decode_step
     with patch.object(token_codes, "programs_at_once", lambda x: programs or programs_at_once(x)):

@@ -1,4 +1,4 @@
-"""How often 95% intervals contain the true mean, in simulations of four distributions."""
+"""How often 95% intervals contain the true mean, in simulations."""
 
 from collections.abc import Callable
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from kv_hybrids import tiny_hybrid
 from kv_models import prompt, tiny
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -224,6 +225,8 @@ def test_unsupported_uses_of_a_press_are_refused_with_one_message(model: PreTrai
         make_policy("kvpress", 20)
     with pytest.raises(UsageError, match=r"SnapKVPress of kvpress cannot compress this prompt: .*window"):
         generate_tokens(model, ids_of(20), make_policy("kvpress", 8, press="SnapKVPress"), max_new_tokens=1)
+    with pytest.raises(UsageError, match="has recurrent layers: use a policy of kvbench's own"):
+        generate_tokens(prepare(tiny_hybrid("lfm2")), ids_of(20), policy("KnormPress", 8), max_new_tokens=1)
 
 
 def test_a_sweep_over_presses_has_samples_and_names_of_its_own(

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from plotted_runs import sample, write_run, write_sweep
 
 from kvbench.results import metrics
 from kvbench.results.result import load_results, read_result
-from kvbench.results.summary import write_summary
+from kvbench.results.summary import read_summary, write_summary
 
 
 def test_numbers_of_other_samples_or_other_code_or_of_some_examples_are_computed(
@@ -39,6 +40,19 @@ def test_a_run_whose_numbers_or_summary_lack_a_key_is_read_from_its_samples(file
     assert (read_result(folder).n, read_result(folder).policy) == (4, "snapkv")
     write_summary(folder, samples)  # of these numbers: its digest fits
     assert (read_result(folder).n, read_result(folder).policy) == (4, "snapkv")
+
+
+def test_a_run_with_an_infinite_setting_has_a_summary(tmp_path: Path) -> None:
+    """Such as the temperature of CAKE's ablation `cake_alloc_h_ind_mean`."""
+    samples = [sample(i, 1.0) for i in range(4)]
+    folder = write_run(tmp_path, "cake", samples)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["identity"]["policy"]["tau2"] = float("inf")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    write_summary(folder, samples)
+    summary = read_summary(folder)
+    assert summary is not None
+    assert summary.run["identity"]["policy"]["tau2"] == float("inf")
 
 
 def test_a_folder_is_read_as_rows_in_order_each_with_its_baseline(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from kvbench.engine import memory as device_memory
 from kvbench.engine.memory import Allocator, MemoryPlanner, sequence_bytes
 from kvbench.engine.run_writer import RunCallback, RunWriter
-from kvbench.models.prompts import Prompt
+from kvbench.models.prompt import Prompt
 from kvbench.run.run import Run
 from kvbench.tasks.task import Example
 from kvbench.tools.diagnose import runs_of

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 import kvbench
 from kvbench.errors import UsageError
 from kvbench.models.answers import Ending, end_tokens
-from kvbench.models.prompts import Prompt, PromptMaker
+from kvbench.models.prompt import Prompt
+from kvbench.models.prompts import PromptMaker
 from kvbench.tasks.lm_eval.task import LmEval
 from kvbench.tasks.task import Example, Reading, Shared, Task, Tokenizer
 

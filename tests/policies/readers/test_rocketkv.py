@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.cache import fork
+from kvbench.cache.copies import fork
 from kvbench.cache.hook import prepare
 from kvbench.cache.reading import PageReads
 from kvbench.cache.views import nbytes_read, tokens_read

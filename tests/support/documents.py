@@ -1,0 +1,27 @@
+"""The pages of the repository and their texts, as tests of the documentation read them."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "results").glob("*/README.md")),
+]
+CODE = re.compile(r"`([^`\n]+)`")
+
+
+def read(path: Path | str) -> str:
+    """A file by its path in the repository."""
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def prose(path: Path | str) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"```.*?```", "", read(path), flags=re.DOTALL)
+
+
+def files(*folders: str, kinds: tuple[str, ...] = (".py", ".yaml")) -> list[Path]:
+    """The files of these kinds below folders of the repository."""
+    return [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
