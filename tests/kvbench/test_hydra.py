@@ -15,7 +15,7 @@ from hydra.version import base_at_least
 import kvbench
 from hydra_plugins.kvbench.plugins import narrowed
 from kvbench.cli import COMMANDS, main
-from kvbench.config.compose import CONF, _composed
+from kvbench.config.compose import CONF
 from kvbench.config.parts import build
 from kvbench.config.presets import make_policy
 from kvbench.policies.scorers.snapkv import SnapKV
@@ -261,11 +261,12 @@ def test_the_defaults_of_python_are_those_of_the_command_line() -> None:
         assert record[key] == fields[key], key
 
 
-def test_a_policy_is_made_inside_another_hydra_application() -> None:
-    _composed.cache_clear()
+def test_a_policy_is_made_inside_another_hydra_application(folder: Path) -> None:
+    (folder / "policy").mkdir()
+    (folder / "policy/mine.yaml").write_text("defaults: [knorm, _self_]\n")
     with initialize_config_dir(str(Path.cwd()), job_name="own", version_base="1.3"):
         before = GlobalHydra.instance().hydra
-        assert kvbench.make_policy("caote_knorm", 64).budget == 64
+        assert kvbench.make_policy("mine", 64, config_dir=folder).budget == 64  # composed here, not in another test
         assert GlobalHydra.instance().hydra is before
         assert JobRuntime.instance().get("name") == "own"  # which hydra.job.name of the next job is
 
