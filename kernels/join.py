@@ -1,8 +1,8 @@
 # ruff: noqa: N803, N806 - in kernels, sizes have their names in shapes
 """Joins the outputs of the parts into which the slots of a KV head are split, by their log-sum-exp.
 
-Shapes: B batch, H_q query heads, R = B * KV heads, G query heads per KV head, M queries, S parts, D head dim of queries,
-D_v of values.
+Shapes: B batch, H_q query heads, R = B * KV heads, G query heads per KV head, M queries, S parts, D head dim of
+queries, D_v of values.
 """
 
 from __future__ import annotations
