@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import BooleanNode, FloatNode, IntegerNode, ValidationError
 
-from kvbench.errors import ConfigError, UsageError
+from kvbench.errors import ConfigError, UsageError, first_line
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 
@@ -153,7 +153,7 @@ def refusing_in(group: str, config: Mapping[str, Any], prefix: str = "") -> Iter
     except UsageError:
         raise
     except ValueError as error:
-        raise UsageError(f"{prefix}{(str(error).splitlines() or [type(error).__name__])[0]}") from error
+        raise UsageError(f"{prefix}{first_line(error)}") from error
 
 
 def _placed(group: str, config: Mapping[str, Any], error: ConfigError, prefix: str) -> UsageError:

@@ -8,6 +8,7 @@ from kv_models import prompt, tiny
 from torch import nn
 
 from kvbench import make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.errors import UsageError
 from kvbench.models.compiled import compiled_layers, decoder_layers
@@ -20,8 +21,7 @@ def tokens(model: nn.Module, slug: str) -> list[list[int]]:
 
 
 def test_compiled_layers_change_no_token_and_are_compiled_only_inside() -> None:
-    model = tiny(dtype=torch.float32)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny(dtype=torch.float32))
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
@@ -38,8 +38,7 @@ def test_compiled_layers_change_no_token_and_are_compiled_only_inside() -> None:
 
 
 def test_a_model_that_cannot_be_compiled_is_refused_with_one_message() -> None:
-    model = tiny(dtype=torch.float32)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny(dtype=torch.float32))
 
     def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
         raise RuntimeError("no compiler here")

@@ -12,6 +12,7 @@ from kv_presets import kinds
 from op_tape import Tape, record
 
 from kvbench import make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.recorded_blocks import BlockRecorder, blocks_alike
 from kvbench.engine.sequence import LiveSequence, Request
@@ -53,8 +54,7 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(policies: list[Policy], recorded: bool) -> list[LiveSequence]:
-    model = tiny(dtype=torch.float32).to(DEVICE)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny(dtype=torch.float32).to(DEVICE))
     batch = DecodeBatch(model)
     batch._blocks = BlockRecorder(model) if recorded else None
     sequences = batch.admit(Request(torch.tensor([words(LENGTH)], device=DEVICE), 4), policies)

@@ -142,13 +142,6 @@ def test_a_turn_after_a_failed_answer_of_the_model_fails_too_and_is_computed_by_
     assert list(map(result, run("own")["full"])) == list(map(result, whole["full"]))
 
 
-def test_sampled_turns_come_out_the_same_alone_and_together(run: Run) -> None:
-    drawn = "generation.temperature=1.5", "generation.samples=2"
-    together, alone = (run("multi_turn", *drawn, f"engine.rows={rows}", out=f"rows{rows}") for rows in (6, 1))
-    assert list(map(result, together["full"])) == list(map(result, alone["full"]))
-    assert len({line["output"] for line in together["full"]}) > TURNS
-
-
 def result(line: Line) -> Line:
     """A sample but for how it was computed."""
     return {k: v for k, v in line.items() if k not in {*HOW, "recomputed_tokens"}}

@@ -44,6 +44,10 @@ def decodes_in_kernels(interpret: Interpreter, case: str) -> None:
     same(interpret, slug, family=family, lengths=[48 - 3 * row for row in range(int(rows))], budget=budget)
 
 
+def test_the_parts_of_a_prompt_are_scored_by_their_own_queries_beside_the_kernels(interpret: Interpreter) -> None:
+    same(interpret, "fair_snapkv", lengths=[24], budget=14, fields={"window": 6}, parts=(0, 10))
+
+
 @pytest.mark.slow("interprets kernels")
 def test_sequences_of_several_budgets_keep_the_same_tokens(interpret: Interpreter) -> None:
     """A prompt of 48 tokens, which one of the budgets exceeds; all sequences decode in one launch per layer."""

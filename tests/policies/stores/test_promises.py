@@ -18,6 +18,8 @@ from kvbench.engine.generate import generate_tokens
 from kvbench.policies.stores.gear import Gear
 from kvbench.policies.stores.kivi import GroupCodec, Kcvc, Kivi
 from kvbench.policies.stores.ott import Ott
+from kvbench.policies.stores.per_token import Fp8, Fp8PerTokenHead, Int4, Int8, Nvfp4
+from kvbench.policies.stores.store import Store
 from kvbench.policies.stores.zipcache import ZipCache
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -51,13 +53,13 @@ ATTENDING = [
     *(Kcvc(group=32, residual=64), Kcvc(group=32, residual=0), Kcvc(group=None, residual=50)),
     *(Ott(group=32), Ott(group=32, residual=0, outliers=6), Ott(group=64, pool_scope="layer")),
     *(Gear(group=32), Gear(group=64, outlier_ratio=0.1, rank=4), Gear(group=16, bits=4), Gear(group=4, bits=8)),
-    ZipCache(),
+    *(ZipCache(), Fp8(), Fp8PerTokenHead(), Int8(), Int4(), Int4(rotate=False), Nvfp4(), Nvfp4(four_over_six=True)),
 ]
 
 
 @pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.parametrize("store", ATTENDING, ids=str)
-def test_attention_from_codes_is_attention_over_the_dequantised_view(store: GroupCodec, dim: int) -> None:
+def test_attention_from_codes_is_attention_over_the_dequantised_view(store: Store, dim: int) -> None:
     keys, values = stream(330, dim=dim)
     queries = 3 * torch.randn(1, 6, 330, dim)
     fed = queries if isinstance(store, ZipCache) else None
