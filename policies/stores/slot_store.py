@@ -160,12 +160,10 @@ class SlotStore(SlotMemory):
         self._ascending, self._whole, self.free, self.lent = True, False, None, False
 
     def replace(self, contents: State, ascending: bool, spare: int = 0) -> None:
-        """Replace all tensors by [B,H,n,...] of kept tokens, without empty slots but for `spare` ones behind them."""
+        """Replace all tensors by [B,H,n,...] of kept tokens; only the last `spare` slots are empty."""
         for name, x in contents.items():
             self._hold(name, x)
-        self.use(contents["positions"].shape[2], 0)
-        if spare:
-            self._lengthen(spare, {})
+        self.use(contents["positions"].shape[2] - spare, spare)
         self._packed, self._ascending, self._whole = True, ascending, False
         self.free, self.lent = None, False
 
