@@ -16,9 +16,8 @@ import ledger_pages
 import policy_pages
 import pytest
 import yaml
-from documents import CODE, PAGES, ROOT, files, read
+from documents import CODE, PAGES, ROOT, files, policy_exists, read
 
-from kvbench import make_policy
 from kvbench.config.compose import CONF, load, names
 from kvbench.config.parts import part_class
 from kvbench.models.loading import ModelSpec
@@ -77,15 +76,6 @@ def fields() -> dict[str, set[str]]:
         for key in config:
             add(f"task.{key}", read(file))
     return known
-
-
-def policy_exists(name: str) -> bool:
-    """Whether a name is that of a policy, a composed one too; some are named because they are refused."""
-    try:
-        make_policy(name, 64)
-    except ValueError as error:
-        return "does not exist" not in str(error)
-    return True
 
 
 def value_is_known(name: str, value: str) -> bool:

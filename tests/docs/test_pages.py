@@ -10,8 +10,10 @@ import ledger_pages
 import policy_pages
 import pytest
 from command_lines import composed, first_of
+from documents import PAGES, policy_exists, read
 from equations import asciimath, docstring, mathjax_files
 
+from kvbench.cli import main
 from kvbench.config.compose import CONF, load, names
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -78,17 +80,40 @@ def test_the_ledger_speaks_of_policies_and_fields_that_exist(parts: dict[str, ty
         assert set(FIELD.findall(said)) <= known, entry["topic"]
 
 
-def asked() -> list[str]:
+def runs_and_sweeps() -> list[str]:
     """Every `kvbench ...` of a code block of the pages that is a run or a sweep, its comment aside."""
-    texts = (path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")) if path.parent.name != "extend")
-    lines = (line.partition(" #")[0].strip() for text in texts for line in text.splitlines())
-    words = [line.split() for line in lines if line.startswith("kvbench ") and "--help" not in line]
-    return [" ".join(one) for one in words if one[1].startswith("-") or "=" in one[1]]  # not prose, no sub-command
+    texts = (read(page) for page in PAGES if page.parent.name != "extend")  # tests/docs/test_examples.py
+    lines = (line.partition(" #")[0].strip().removeprefix("$ ") for text in texts for line in text.splitlines())
+    words = [line.removeprefix("python -m ").split() for line in lines if re.match("(python -m )?kvbench ", line)]
+    return sorted(
+        {" ".join(one) for one in words if one[1].startswith("-m") or "=" in one[1]}
+    )  # no prose, no sub-command
 
 
-@pytest.mark.parametrize("command", sorted(set(asked())))
+@pytest.mark.parametrize("command", runs_and_sweeps(), ids=lambda command: command[8:80])
 def test_a_command_that_a_page_shows_is_accepted(command: str) -> None:
-    assert composed(*first_of(shlex.split(command)[1:])).policy
+    words = shlex.split(command)[1:]
+    assert composed(*first_of(words)).policy
+    for field, values in (word.split("=", 1) for word in words if re.match(r"(policy|task)=[^\[{]*,", word)):
+        for value in values.split(",")[1:]:
+            assert policy_exists(value) if field == "policy" else value in names("task"), value
+
+
+ELSEWHERE = re.compile(
+    r"data_dir|hub=|path=|include_path|lm_eval|slurm|my-project|mlflow|tensorboard|stats=|longbench|scbench|loogle"
+    r"|infinitebench|needlebench|aime|pg19|booksum|experiment=|pocket|kvzap"
+)
+"""Words of commands that need data, a cluster or a service, or take minutes."""
+
+
+@pytest.mark.slow("computes an example of every run")
+@pytest.mark.parametrize("command", [one for one in runs_and_sweeps() if not ELSEWHERE.search(one)])
+def test_a_command_that_a_page_shows_runs(command: str, tmp_path: Path) -> None:
+    words = [word for word in shlex.split(command)[1:] if not word.startswith(("model=", "limit=", "out="))]
+    if "kvpress" in command:
+        pytest.importorskip("kvpress", reason="kvpress is not installed: pip install --no-deps kvpress cachetools")
+    assert main([*words, "limit=1", "device=cpu", f"out={tmp_path}"]) == 0
+    assert "dry_run=true" in words or [*tmp_path.glob("*/samples.jsonl")]
 
 
 @pytest.mark.slow("builds the documentation")
