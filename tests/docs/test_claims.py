@@ -94,7 +94,8 @@ def test_sub_commands_of_the_pages_have_these_options() -> None:
 
 
 FAST = re.compile(
-    r"results collect results/runs -o|results collect results/runs --price|tables (list|show|compare)|sweep status"
+    r"(results collect results/runs -o|tables list|tables show|tables compare|sweep status results)"
+    r"(?!.*--(small|at-size|by turn))"
 )
 ELSEWHERE = {
     "bench": "takes minutes on a CPU: tests/kvbench/bench",
@@ -114,19 +115,28 @@ def run_here(fast: bool) -> list[str]:
     return [line for line in lines if bool(FAST.match(line)) == fast]
 
 
+SMALL = ["task.lengths=[300]", "task.depths=[0.5]", "task.repeats=5", "task.max_new_tokens=2", "device=cpu"]
+
+
 @pytest.fixture(scope="module")
 def folder_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as a reader has it after some sweeps, with the results of the repository."""
+    """A folder as a reader has it after a first sweep, with the results of the repository."""
     here = tmp_path_factory.mktemp("reader")
     shutil.copytree(RESULTS / "pocket", here / "results/pocket")
     shutil.copy(RESULTS / "paper/caote/claims.yaml", here / "mine.yaml")
-    small = ["task.lengths=[300]", "task.depths=[0.5]", "task.repeats=5", "task.max_new_tokens=2", "device=cpu"]
-    small += ["schedule=prompt", f"out={here / 'results/runs'}"]
-    assert main(["-m", "policy=full,snapkv,paged_snapkv", "budget=64,96", "decode=grow", *small]) == 0
-    own = ["policy=threshold_knorm", "policy.allocator.tau=-8", "decode=threshold"]
-    assert main([*own, *small]) == 0
-    assert main(["policy=full", "task=niah_turns", "limit=2", *small]) == 0
+    out = f"out={here / 'results/runs'}"
+    assert main(["-m", "policy=full,snapkv,tova", "budget=64", "schedule=prompt", "decode=evict", *SMALL, out]) == 0
     return here
+
+
+@pytest.fixture(scope="module")
+def folder_of_more_runs(folder_of_runs: Path) -> Path:
+    """With pages, a policy without a budget, and turns."""
+    small = [*SMALL, "schedule=prompt", f"out={folder_of_runs / 'results/runs'}"]
+    assert main(["-m", "policy=snapkv,paged_snapkv", "budget=64,96", "decode=grow", *small]) == 0
+    assert main(["policy=threshold_knorm", "policy.allocator.tau=-8", "decode=threshold", *small]) == 0
+    assert main(["policy=full", "task=niah_turns", "limit=2", *small]) == 0
+    return folder_of_runs
 
 
 def run_in(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,9 +158,9 @@ def test_a_sub_command_of_the_pages_runs(
 @pytest.mark.slow("draws and computes")
 @pytest.mark.parametrize("command", run_here(fast=False))
 def test_a_slow_sub_command_of_the_pages_runs(
-    command: str, folder_of_runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, folder_of_more_runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_in(folder_of_runs, command, monkeypatch, capsys)
+    run_in(folder_of_more_runs, command, monkeypatch, capsys)
 
 
 def test_every_script_is_named_by_a_page_a_test_or_a_script() -> None:

@@ -138,3 +138,25 @@ def test_every_measured_number_of_the_speed_page_is_in_the_file_that_its_section
         section = re.sub(r"(torch|Triton|transformers|Llama-) ?[\d.]+", "", section)
         measured = re.findall(r"(?<![\w.-])(\d+\.\d+|\d+(?= ?m?s\b))(?!\d|\.\d)", section)
         assert [number for number in measured if not known[0].shows([number])] == [], section[:30]
+
+
+def test_counts_of_rows_and_examples_are_those_of_the_csv_files() -> None:
+    asked = 0
+    for page in PAGES:
+        text = " ".join(page.read_text(encoding="utf-8").split())
+        folders = [ROOT / "results" / name for name in re.findall(r"results/(\w+)/", text)] + [page.parent]
+        for n, name in re.findall(r"All (\d+) rows are in `(\w+\.csv)`", text):
+            asked += 1
+            assert int(n) in {
+                len(list(csv.DictReader((one / name).open()))) for one in folders if (one / name).exists()
+            }
+        for name, rest in re.findall(r"\| `(\w+\.csv)` \|([^|]*\(n = [^|]*)\|", text):
+            asked += 1
+            known = {row.get("n") for row in read_rows(page.parent / name)}
+            assert {*re.findall(r"n = (\d+)", rest)} <= known, name
+    assert asked > 5
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, none if it does not exist."""
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []

@@ -36,3 +36,10 @@ def policy_exists(name: str) -> bool:
     except ValueError as error:
         return "does not exist" not in str(error)
     return True
+
+
+def runs(text: str) -> list[list[str]]:
+    """The words after `kvbench` of every run and sweep in a text's blocks of code, without comments."""
+    lines = (line.partition(" #")[0].strip().removeprefix("$ ") for line in text.splitlines())
+    found = [line.removeprefix("python -m ").split()[1:] for line in lines if re.match("(python -m )?kvbench ", line)]
+    return [words for words in found if words and (words[0] == "-m" or "=" in words[0])]  # no prose, no sub-command
