@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.tiles import INTERPRETED, View, at_head, jit, next_power_of_two, tl
+from kvbench.kernels.tiles import INTERPRETED, View, jit, next_power_of_two, tl
 
 
 class Format(NamedTuple):
@@ -66,11 +66,15 @@ class Coded(NamedTuple):
             SCALES=0 if self.scale is None else self.scale.shape[-1],
             E4M3_SCALES=self.scale is not None and self.scale.dtype == torch.uint8,
             NATIVE=native and not INTERPRETED,
+            PERMUTE=PERMUTE if self.format.kind == "table" and self.format.bits <= 4 and not INTERPRETED else None,
         )
 
 
 class Layout(NamedTuple):
-    """A `Format` as constants of a kernel, for D numbers padded to BLOCK_D, in BYTES of codes and SCALES."""
+    """A `Format` as constants of a kernel, for D numbers padded to BLOCK_D, in BYTES of codes and SCALES.
+
+    PERMUTE: assembly that reads a table of up to 16 float16 numbers from registers; None: it is read from memory.
+    """
 
     KIND: str
     BITS: int
@@ -81,6 +85,7 @@ class Layout(NamedTuple):
     SCALES: int
     E4M3_SCALES: bool
     NATIVE: bool
+    PERMUTE: str | None
 
 
 def fits(form: Format, dim: int) -> bool:
@@ -125,6 +130,70 @@ def _codes(rows: tl.tensor, there: tl.tensor, BITS: tl.constexpr, HOW: tl.conste
     return codes
 
 
+# PERMUTE converts eight codes of four bits, in the four bytes of $4, to float16: those in low halves of bytes to $0 and
+# $1, in high halves to $2 and $3. $5, $9: the low bytes of the numbers 0 to 7 of the table; $13, $17: their high bytes;
+# $21 to $33: the same of 8 to 15. Every word of the table comes four times, once for each byte of $4.
+_HALF = """shr.u32 at, $4, {shift};
+and.b32 first, at, 0x8888;
+prmt.b32 mask, 0x80, 0, first;
+shl.b32 mask, mask, 1;
+prmt.b32 mask, mask, 0, 0xba98;
+and.b32 at, at, 0x7777;
+prmt.b32 first, $5, $9, at;
+prmt.b32 second, $21, $25, at;
+lop3.b32 low, mask, second, first, 0xca;
+prmt.b32 first, $13, $17, at;
+prmt.b32 second, $29, $33, at;
+lop3.b32 high, mask, second, first, 0xca;
+prmt.b32 ${low}, low, high, 0x6240;
+prmt.b32 ${high}, low, high, 0x7351;
+"""
+PERMUTE = (
+    "{.reg .b32 at, first, second, mask, low, high;\n"
+    + _HALF.format(shift=0, low=0, high=2)
+    + _HALF.format(shift=16, low=1, high=3)
+    + "}"
+)
+
+
+@jit
+def _four(table_ptr: tl.tensor, FIRST: tl.constexpr, LAST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The low and the high bytes of float16 numbers FIRST to FIRST + 3 of a table that ends with LAST, as words."""
+    low, high = 0, 0
+    for i in tl.static_range(4):
+        number = tl.load(table_ptr + min(FIRST + i, LAST)).to(tl.float16)
+        bits = number.to(tl.uint16, bitcast=True).to(tl.int32)
+        low |= (bits & 255) << 8 * i
+        high |= (bits >> 8) << 8 * i
+    return low, high
+
+
+@jit
+def table_words(table_ptr: tl.tensor, HOW: tl.constexpr, PRODUCTS: tl.constexpr) -> tl.tensor:
+    """A table as `numbers_of` reads it: the words of PERMUTE, or its address."""
+    words = table_ptr
+    if HOW.PERMUTE is not None and tl.float16 == PRODUCTS:
+        LAST: tl.constexpr = (1 << HOW.BITS) - 1
+        a, b = _four(table_ptr, 0, LAST), _four(table_ptr, 4, LAST)
+        c, d = _four(table_ptr, 8, LAST), _four(table_ptr, 12, LAST)
+        words = (a[0], b[0], a[1], b[1], c[0], d[0], c[1], d[1])
+    return words
+
+
+@jit
+def _looked_up(codes: tl.tensor, words: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+    """The float16 numbers of codes uint8 [T,D] of at most four bits."""
+    T: tl.constexpr = codes.shape[0]
+    PAIRS: tl.constexpr = codes.shape[1] // 2
+    first, second = tl.split(tl.reshape(codes, (T, PAIRS, 2)))
+    low, high = tl.inline_asm_elementwise(
+        HOW.PERMUTE, "=&r,=&r,=&r,=&r,r" + ",r" * 32,
+        [first | (second << 4), words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7]],
+        dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+    )  # fmt: skip
+    return tl.interleave(low, high)
+
+
 @jit
 def _scales(scale_ptr: tl.tensor, slots: tl.tensor, there: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """The scales of tokens at `slots` as they are stored, [T,groups of BLOCK_D]."""
@@ -136,10 +205,13 @@ def _scales(scale_ptr: tl.tensor, slots: tl.tensor, there: tl.tensor, HOW: tl.co
 
 @jit
 def numbers_of(
-    codes_ptr: tl.tensor, scale_ptr: tl.tensor, table_ptr: tl.tensor, slots: tl.tensor, there: tl.tensor,
+    codes_ptr: tl.tensor, scale_ptr: tl.tensor, table: tl.tensor, slots: tl.tensor, there: tl.tensor,
     HOW: tl.constexpr, PRODUCTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The tokens at flat `slots` int64 [T] that are `there`, without the common factor: [T,BLOCK_D]."""
+    """The tokens at flat `slots` int64 [T] that are `there`, without the common factor: [T,BLOCK_D].
+
+    table: from `table_words`.
+    """
     codes = _codes(codes_ptr + slots * HOW.BYTES, there, HOW.BITS, HOW)
     if HOW.KIND == "e4m3":
         numbers = from_e4m3(codes, HOW.NATIVE)
@@ -150,8 +222,10 @@ def numbers_of(
     elif HOW.KIND == "e2m1":  # the bits of a float16 that is 2^14 times as small
         bits = ((codes & 7).to(tl.int16) << 9) | ((codes & 8).to(tl.int16) << 12)
         numbers = bits.to(tl.float16, bitcast=True) * 16384.0
+    elif HOW.PERMUTE is not None and tl.float16 == PRODUCTS:
+        numbers = _looked_up(codes, table, HOW)
     else:
-        numbers = tl.load(table_ptr + codes.to(tl.int32))
+        numbers = tl.load(table + codes.to(tl.int32))
     numbers = numbers.to(PRODUCTS)
     if HOW.GROUP > 0:
         T: tl.constexpr = codes.shape[0]
@@ -183,7 +257,7 @@ def _to_e4m3(x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _nearest(x: tl.tensor) -> tl.tensor:
+def nearest(x: tl.tensor) -> tl.tensor:
     """Whole numbers below 2^22, ties to even."""
     return (x + 12582912.0) - 12582912.0
 
@@ -221,15 +295,31 @@ def _store_codes(ptr: tl.tensor, codes: tl.tensor, BITS: tl.constexpr, HOW: tl.c
 
 
 @jit
+def rotated(ptr: tl.tensor, stride: tl.tensor, rotation: View, D: tl.constexpr, BLOCK_D: tl.constexpr) -> tl.tensor:
+    """A vector x of D numbers times a matrix [D,D]: sum_i x_i M_(i,j), float32 [BLOCK_D]; or x itself, without one."""
+    dims = tl.arange(0, BLOCK_D)
+    if rotation is None:
+        found = tl.load(ptr + dims * stride, mask=dims < D, other=0.0).to(tl.float32)
+    else:
+        PART: tl.constexpr = min(BLOCK_D, 32)
+        found = dims * 0.0
+        for first in tl.static_range(0, BLOCK_D, PART):
+            some = first + tl.arange(0, PART)
+            x = tl.load(ptr + some * stride, mask=some < D, other=0.0).to(tl.float32)
+            at = rotation.ptr + some[None, :] * rotation.row + dims[:, None] * rotation.dim
+            matrix = tl.load(at, mask=(some < D)[None, :] & (dims < D)[:, None], other=0.0)
+            found += tl.sum(matrix * x[None, :], 1)
+    return found
+
+
+@jit
 def encode(
-    new: View, codes_ptr: tl.tensor, scale_ptr: tl.tensor, table_ptr: tl.tensor, factor: tl.tensor, row: tl.tensor,
-    H: tl.tensor, place: tl.tensor, HOW: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
-    TRUNCATED: tl.constexpr,
+    x: tl.tensor, codes_ptr: tl.tensor, scale_ptr: tl.tensor, table_ptr: tl.tensor, factor: tl.tensor,
+    place: tl.tensor, HOW: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr, TRUNCATED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Encode the new vector of KV head `row` into flat slot `place`."""
+    """Encode a new vector, float32 [BLOCK_D] and 0 behind its D numbers, into flat slot `place`."""
     dims = tl.arange(0, HOW.BLOCK_D)
     there = dims < HOW.D
-    x = tl.load(at_head(new, row, H) + dims * new.dim, mask=there, other=0.0).to(tl.float32)
     codes_ptr += place * HOW.BYTES
     scale_ptr += place * HOW.SCALES
     if HOW.KIND == "e4m3" or HOW.KIND == "integer":
@@ -243,7 +333,7 @@ def encode(
             codes = _to_e4m3(x).to(tl.int32)
         else:
             x = tl.minimum(tl.maximum(x, -128.0), 127.0)
-            codes = (x if TRUNCATED else _nearest(x)).to(tl.int32) & 255
+            codes = (x if TRUNCATED else nearest(x)).to(tl.int32) & 255
     elif HOW.KIND == "zero point":
         low = tl.min(tl.where(there, x, float("inf")), 0) + x * 0
         high = tl.max(tl.where(there, x, float("-inf")), 0) + x * 0

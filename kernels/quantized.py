@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.decode import decode_attention, join
+from kvbench.kernels.decode import decode_attention
+from kvbench.kernels.join import join
 from kvbench.kernels.references import Attention
 from kvbench.kernels.tiles import (
     Rule,
@@ -198,7 +199,7 @@ def coded(
 
 
 @jit
-def _scaled(
+def scaled(
     q: View, row: tl.tensor, H: tl.tensor, heads: tl.tensor, scale: tl.tensor, KEY: tl.constexpr, G: tl.constexpr
 ) -> tl.tensor:
     """The queries of KV head `row`, [heads,channels of a tile of its keys], times `scale`."""
@@ -223,7 +224,7 @@ def _attend_codes(
     steps = tl.cdiv(tl.minimum(begin + each, words) - begin, TOKENS.WORDS)
     asked = tl.load(q_pos_ptr + row // H) >= 0  # the query of a padded sequence sees nothing
     heads = tl.arange(0, ROWS)
-    numbers = _scaled(q, row, H, heads, rule.scale, KEY, G).to(PRODUCTS)
+    numbers = scaled(q, row, H, heads, rule.scale, KEY, G).to(PRODUCTS)
     keys = Codes(of_head(keys.words, row, H, 0), of_head(keys.scale, row, H, 0), of_head(keys.minimum, row, H, 0))
     values = Codes(
         of_head(values.words, row, H, 0), of_head(values.scale, row, H, 0), of_head(values.minimum, row, H, 0)
@@ -311,7 +312,8 @@ def _attend_to_codes(
         queries = queries.float()  # Triton's interpreter multiplies the bit patterns of bfloat16
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
     how = tiles(dim, value_dim, queries.dtype)
-    key, value, order = _layout(keys.packed, values.packed, (dim, value_dim), how.pop("tokens"))
+    form_k, form_v = ((x.packed.bits, x.packed.unit, x.packed.per_token) for x in (keys, values))
+    key, value, order = layouts(form_k, form_v, (dim, value_dim), how.pop("tokens"))
     absent: View | None = None
     if outliers is not None:
         flags = torch.zeros(batch, heads, common + 1, dtype=torch.uint8, device=queries.device)
@@ -331,16 +333,21 @@ def _attend_to_codes(
         return join(part_out, part_lse, wide, heads, words, each)
 
 
-def _layout(keys: Packed, values: Packed, dims: tuple[int, int], tokens: int) -> tuple[Groups, Groups, Groups]:
-    """Layouts of keys, values and tokens in words; a tile has `tokens` tokens."""
+def layouts(
+    keys: tuple[int, int, bool], values: tuple[int, int, bool], dims: tuple[int, int], tokens: int
+) -> tuple[Groups, Groups, Groups]:
+    """Layouts of keys, values and tokens in words; a tile has `tokens` tokens.
+
+    keys, values: bits, numbers of a group and whether it is of one token.
+    """
     sides = []
     order = Groups(False, 32, tokens, tokens, tokens)  # if both sides are per token, they are read in order
-    for packed, dim in zip((keys, values), dims, strict=True):
-        words = packed.words.shape[-1]
-        own = Groups(packed.per_token, packed.bits, packed.unit, words, next_power_of_two(words))
-        if packed.per_token:
-            least = 16 * packed.bits // 32  # a product takes 16 channels
-            own = own._replace(WORDS=max(next_power_of_two(packed.words.shape[3]) * own.WIDTH, least))
+    for (bits, unit, per_token), dim in zip((keys, values), dims, strict=True):
+        words = -(-unit * bits // 32)
+        own = Groups(per_token, bits, unit, words, next_power_of_two(words))
+        if per_token:
+            least = 16 * bits // 32  # a product takes 16 channels
+            own = own._replace(WORDS=max(next_power_of_two(dim // unit) * own.WIDTH, least))
         else:
             assert order.BITS == 32 or order == own, "keys and values per channel share their groups"
             order = own

@@ -102,3 +102,13 @@ def own_folders(config_dir: str | Path | None) -> list[Path]:
         if not folder.is_dir():
             raise ConfigError("config_dir", folder, why="is not a folder")
     return folders
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def one_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error) if str(error).strip() else 'no message'}"

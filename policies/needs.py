@@ -64,7 +64,11 @@ class Needs:
 
 
 class Protected(NamedTuple):
-    """Numbers of first and of newest tokens per KV head that are always kept. They count in the budget."""
+    """Numbers of first and of newest tokens per KV head that are always kept. They count in the budget.
+
+    others: number of tokens beside them for which the smallest budget must have room.
+    """
 
     first: int = 0
     newest: int = 0
+    others: int = 0

@@ -3,10 +3,10 @@
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M new queries, T slots, D head dim.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -22,9 +22,7 @@ from kvbench.kernels.query_sums import (
 )
 from kvbench.kernels.references import attention_logits, rows_and_sight
 from kvbench.kernels.tiles import INTERPRETED, use_triton
-from kvbench.policies.constants import on_device
 from kvbench.policies.model_layer import ModelLayer
-from kvbench.policies.ranking import protected
 from kvbench.policies.step_info import (
     MOVED,
     AttentionParams,
@@ -35,6 +33,7 @@ from kvbench.policies.step_info import (
     SlotInfo,
     State,
     StepCache,
+    known_weights,
 )
 
 __all__ = [
@@ -48,7 +47,10 @@ __all__ = [
     "SlotInfo",
     "State",
     "StepCache",
+    "known_weights",
 ]
+
+Result = TypeVar("Result")
 
 
 @dataclass(eq=False)  # not frozen, because a frozen dataclass is slower to create, and every layer and token has one
@@ -94,21 +96,13 @@ class Observation:
         """Scores [B,H_kv,T] float32 by a scorer's method; of_keys: it uses keys or values of each head."""
         return score(self, state)
 
-    def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+    def once(self, key: Hashable, compute: Callable[[], Result]) -> Result:
         """The result stored under `key`, computed on first use for all policies. Do not modify it in place."""
-        if key not in self.known:
-            self.known[key] = compute()
-        return self.known[key]
-
-    def window_queries(self, window: int) -> tuple[Tensor, Tensor]:
-        """Up to `window` newest queries [B,H_q,w,D], oldest first, then those of a lookahead; their positions [B,w]."""
-        if self.window is None:
-            assert self.phase == "decode", "this scorer declares no window"
-            return self.queries, self.query_positions
-        queries, positions, count = self.window.queries, self.window.positions, window + self.window.ahead
-        if queries.shape[2] > count:
-            queries, positions = queries[:, :, -count:], positions[:, -count:]
-        return queries, positions
+        known: dict[Hashable, Any] = self.known  # few results are no tensors
+        if key not in known:
+            known[key] = compute()
+        found: Result = known[key]
+        return found
 
     # --- attention of the observation window; results are stored: do not modify them in place ------------------------
     def window_attention(self, window: int) -> Tensor:
@@ -192,8 +186,12 @@ class Observation:
         return self.known["weights", window], self.known.get(("sight", window))
 
     def _window_call(self, window: int) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float | None, int | None]:
-        """The attention of `window_queries` as arguments of kernels."""
-        queries, positions = self.window_queries(window)
+        """The attention of the newest `window` queries, and of those of a lookahead, as arguments of kernels."""
+        queries, positions = self.queries, self.query_positions
+        if self.window is not None:
+            queries, positions = self.window.newest(window)
+        else:
+            assert self.phase == "decode", "this scorer declares no window"
         return queries, self.keys, positions, self.positions, *self.params[:3]
 
     # --- attention of this step ------------------------------------------------------------------------------------
@@ -203,12 +201,6 @@ class Observation:
         single = self.phase == "decode" and self.queries.shape[2] == 1
         return single and self.slots.packed and self.params.sliding_window is None
 
-    def store_weights(self, weights: Tensor) -> None:
-        """Store the attention weights [B,H_kv,G,1,T] of a decoded token, so that no method computes them again."""
-        self.known["column_sums", 0] = weights[:, :, :, 0]
-        if self.sequences.aligned or self.window is None:  # else the newest query of a sequence may be an older one
-            self.known["rows", 1] = weights
-
     def column_sums(self) -> Tensor:
         """Attention that every slot received from this step's queries: [B,H_kv,G,T] float32, in O(T) memory.
 
@@ -217,7 +209,7 @@ class Observation:
         if ("column_sums", 0) not in self.known:
             if self.sees_all:
                 return self.window_attention(1)[:, :, :, 0]
-            self.known["column_sums", 0] = column_sums(*self.call, sinks=self.params.sinks, bias=self.slots.bias)
+            self.known["column_sums", 0] = column_sums(*self._call, sinks=self.params.sinks, bias=self.slots.bias)
         return self.known["column_sums", 0]
 
     def moments(self) -> Moments:
@@ -226,12 +218,12 @@ class Observation:
             mean = self.column_sums().mean(2)
             return Moments(mean, mean.square())
         if ("first", 0) not in self.known:
-            found = attention_moments(*self.call, sinks=self.params.sinks, bias=self.slots.bias)
+            found = attention_moments(*self._call, sinks=self.params.sinks, bias=self.slots.bias)
             self.known["first", 0], self.known["second", 0] = found
         return Moments(self.known["first", 0], self.known["second", 0])
 
     @property
-    def call(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float | None, int | None]:
+    def _call(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float | None, int | None]:
         """The attention of this step as arguments of kernels."""
         return self.queries, self.keys, self.query_positions, self.positions, *self.params[:3]
 
@@ -241,16 +233,6 @@ class Observation:
         """The layer of the model: its rotation, and its output projection. ValueError for unsupported families."""
         assert self.params.model is not None, "this part does not declare needs.model"
         return self.params.model
-
-    def unrotated_keys(self) -> Tensor:
-        """The stored keys before their rotation, [B,H_kv,T,D] float32."""
-        _, _, whole, _, moved = self.slots
-        positions = self.positions[:, :1] if whole else self.positions
-        if moved is not None and not whole:
-            positions = positions + moved.to(positions.dtype)
-        return self.once(
-            "unrotated keys", lambda: self.model.rotation(positions.clamp(min=0)).inverse().apply(self.keys)
-        )
 
     # --- tokens by position ----------------------------------------------------------------------------------------
     def newest(self, count: int) -> Tensor:
@@ -267,19 +249,6 @@ class Observation:
 
     def first(self, count: int) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the first `count` positions (sinks)."""
-        return self.positions < count if self.slots.packed else self.occupied & (self.positions < count)
-
-    def protected(self, first: Sequence[int], newest: Sequence[int]) -> Tensor:
-        """[B,H_kv,T] bool: the stored tokens among the first and the newest positions, counts per sequence."""
-        last = self.sequences.last
-        if len(set(first)) > 1 or (len(set(newest)) > 1 and last is None):
-            return protected(self.positions, self.seen, first, newest)
-        if len(set(newest)) == 1:
-            recent = self.newest(newest[0])
-        else:
-            assert last is not None
-            bounds = last + 1 - on_device(tuple(newest), self.positions.device)
-            recent = self.positions >= bounds.clamp_(min=0)[:, None, None]
-        if first[0] and any(newest):
-            return recent | self.first(first[0])
-        return self.first(first[0]) if first[0] else recent
+        if not self.slots.packed:
+            return self.occupied & (self.positions < count)
+        return self.once(("first", count), lambda: self.positions < count)

@@ -5,12 +5,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from torch import Tensor
+
 from kvbench.errors import LARGEST, as_python
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator, required_length
 from kvbench.policies.allocators.threshold import with_threshold
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.allocators.whole_pages import check_pages, paged_allocator
 from kvbench.policies.checks import check_choices
+from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.needs import Needs
@@ -33,7 +36,7 @@ from kvbench.policies.policy_checks import (
 )
 from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass, TokenRating
-from kvbench.policies.ranking import Ranking, half_the_bits, within
+from kvbench.policies.ranking import Ranking, half_the_bits, protected, within
 from kvbench.policies.readers.reader import Reader, ReadPlan
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer, protected_counts
@@ -191,7 +194,7 @@ class Policy:
         first, newest = protected_counts(scorer, sequences.budgets)
         if self.schedule.protect == "prompt":
             first = list(sequences.prompts)
-        stays = observation.protected(first, newest)
+        stays = _protected(observation, first, newest)
         named = within(observation.positions, self.schedule.spans) if self.schedule.protect == "span" else None
         stays = stays if named is None else stays | named
         spared = scorer.spares(observation, state, stays)
@@ -209,8 +212,25 @@ class Policy:
         if self.value is not None:
             valued = self.value.score(scorer, scores, observation, state, stays, layer_wide)
             found, tie_break = half_the_bits(valued) if self.needs.ties else valued, scores
-        how = slots.packed, slots.ascending
-        return Ranking(found, tie_break, observation.positions, stays, observation.seen, spared, *how)
+        tensors = found, tie_break, observation.positions, stays, observation.seen, spared
+        key = "ranking", *map(id, (found, tie_break, stays, spared))  # budgets of one policy share one order
+        return observation.once(key, lambda: Ranking(*tensors, slots.packed, slots.ascending))
+
+
+def _protected(observation: Observation, first: Sequence[int], newest: Sequence[int]) -> Tensor:
+    """[B,H_kv,T] bool: the stored tokens among the first and the newest positions, counts per sequence."""
+    last, positions = observation.sequences.last, observation.positions
+    if len(set(first)) > 1 or (len(set(newest)) > 1 and last is None):
+        return protected(positions, observation.seen, first, newest)
+    if len(set(newest)) == 1:
+        recent = observation.newest(newest[0])
+    else:
+        assert last is not None
+        bounds = last + 1 - on_device(tuple(newest), positions.device)
+        recent = positions >= bounds.clamp_(min=0)[:, None, None]
+    if first[0] and any(newest):
+        return observation.once(("protected", first[0], *newest), lambda: recent | observation.first(first[0]))
+    return observation.first(first[0]) if first[0] else recent
 
 
 # --- how many slots a policy gives each layer -----------------------------------------------------------------------

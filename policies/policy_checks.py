@@ -149,12 +149,12 @@ def check_merger(name: str, merger: Merger, allocator: Allocator, store: Store) 
 
 def least_budget(scorer: Scorer, allocator: Allocator) -> int:
     """The smallest possible budget of a layer (slots per KV head)."""
-    return max(scorer.least_budget, allocator.needs.window, 1)
+    return max(sum(scorer.protects(1)), allocator.needs.window, 1)
 
 
 def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int) -> None:
     """Raise ValueError if a layer's budget is smaller than the number of tokens that are always kept."""
-    first, newest = scorer.protects(budget)
+    first, newest, _ = scorer.protects(budget)
     whole_number(f"the first tokens that {name}'s scorer protects", first, 0)
     whole_number(f"the newest tokens that {name}'s scorer protects", newest, 0)
     least = max(least_budget(scorer, allocator), first + newest)
@@ -215,7 +215,7 @@ def check_spans_fit(name: str, scorer: Scorer, spans: Sequence[tuple[int, int]],
             "protect=span keeps the parts of a prompt that the task names, and this prompt has none: use "
             "task=instructions or protect=none"
         )
-    first, newest = scorer.protects(budget)
+    first, newest, _ = scorer.protects(budget)
     named = {*range(first), *(position for begin, end in spans for position in range(begin, min(end, prompt)))}
     if min(len(named) + newest, prompt) > budget:
         raise ValueError(

@@ -59,6 +59,13 @@ class QueryWindow(NamedTuple):
     ahead: int = 0
     own: Tensor | None = None
 
+    def newest(self, count: int) -> tuple[Tensor, Tensor]:
+        """Up to `count` newest queries [B,H_q,w,D], oldest first, then those of a lookahead; their positions [B,w]."""
+        count += self.ahead
+        if self.queries.shape[2] <= count:
+            return self.queries, self.positions
+        return self.queries[:, :, -count:], self.positions[:, -count:]
+
     def sinks(self, sinks: Tensor | None, window: int) -> Tensor | None:
         """Logits without a slot: the model's sinks [B,H_q], or of each of the queries [B,H_q,w] with those of `own`."""
         if self.own is None:
@@ -86,15 +93,19 @@ class SlotInfo(NamedTuple):
 class SequenceInfo(NamedTuple):
     """Properties of the sequences of a step.
 
-    aligned: all sequences are at the same position without padding. last: this position, if the host has it. opens:
-    whether a block (prompt, decoded token) begins in this step. budgets: the layer's slots per KV head; the mean until
-    an allocator has divided the budget. prompts: prompt length with all earlier tokens. questions: position of the
-    question, if `needs.question`.
+    last: the position of the newest token, if the host has it and all sequences have the same. opens: whether a block
+    (prompt, decoded token) begins in this step. budgets: the layer's slots per KV head; the mean until an allocator has
+    divided the budget. prompts: prompt length with all earlier tokens. questions: position of the question, if
+    `needs.question`.
     """
 
-    aligned: bool = False
     last: int | None = None
     opens: tuple[bool, ...] = ()
     budgets: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
     questions: tuple[int, ...] = ()
+
+
+def known_weights(weights: Tensor) -> StepCache:
+    """The results that the attention weights [B,H_kv,G,1,T] of a decoded token are, so that none is computed again."""
+    return {("column_sums", 0): weights[:, :, :, 0], ("rows", 1): weights}

@@ -22,7 +22,8 @@ def window_rows(observation: Observation, window: int) -> Tensor:
 
 def window_length(observation: Observation, window: int) -> int:
     """Number of queries in the window, at most `window` and those of a lookahead."""
-    return observation.window_queries(window)[0].shape[2]
+    own = observation.window
+    return (observation.queries if own is None else own.newest(window)[0]).shape[2]
 
 
 def window_mean(observation: Observation, window: int, stats_dtype: StatsDtype) -> Tensor:

@@ -16,7 +16,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import ConfigError, UsageError
+from kvbench.errors import ConfigError, UsageError, first_line
 
 Row = Mapping[str, Any]
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -98,8 +98,8 @@ def _read(path: Path, name: str, member: str) -> Iterator[Any]:
     except UsageError as error:
         raise ValueError(f"{name}, row {number + 1}: {error}") from error
     except (ValueError, OSError, EOFError, LookupError, RecursionError, csv.Error, zipfile.BadZipFile, zlib.error) as e:
-        message = (str(e).splitlines() or [type(e).__name__])[0]
-        raise ValueError(f"{name}, row {number + 1}: the file is damaged or truncated ({message})") from e
+        why = f"the file is damaged or truncated ({first_line(e)})"
+        raise ValueError(f"{name}, row {number + 1}: {why}") from e
 
 
 def check_row(row: Any, fields: Sequence[str], lists: Sequence[str], where: str) -> None:  # noqa: ANN401 - it is checked

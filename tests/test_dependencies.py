@@ -51,6 +51,7 @@ def foreign(names: Iterator[str]) -> set[str]:
     return {name for name in names if name != "kvbench" and name not in sys.stdlib_module_names} - BY_HAND
 
 
+@cache
 def sources() -> list[ast.Module]:
     return [ast.parse(path.read_bytes()) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 

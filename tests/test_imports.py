@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 MODULES = modules()
 
 
+@cache
 def imported(name: str) -> set[str]:
     """Modules of ours that a module imports, anywhere in its code, for types alone too."""
     found = set()

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from ledger_pages import section, table
 
-from kvbench.config.compose import CONF, Config, names, read
+from kvbench.config.compose import CONF, Config, names, read, read_all
 from kvbench.config.parts import part_class
 
 DECISIONS = {
@@ -87,7 +87,7 @@ and a store with its settings after a policy that evicts (`snapkv_kivi_g32_r128`
 def parts_table() -> str:
     """The parts of all presets and wrappers: the sentences their modules begin with, by decision."""
     found: dict[str, set[str]] = {decision: set() for decision in DECISIONS}
-    for config in (read(group, name) for group in ("policy", "wrapper") for name in names(group)):
+    for config in (*read_all("policy").values(), *read_all("wrapper").values()):
         for decision in DECISIONS:
             if config.get(decision):
                 doc = import_module(part_class(config[decision]).__module__).__doc__ or ""

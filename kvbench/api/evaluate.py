@@ -99,10 +99,10 @@ def _check_names(fields: Iterable[str]) -> None:
 def _compute(runs: Sequence[Run], given: GivenModel | None) -> None:
     """Compute all runs, and then raise the first error of one."""
     with nullcontext() if given is None else borrowed(given.model):
-        endings = compute_runs(runs)
-    for ending in endings:
-        if ending.error is not None:
-            raise ending.error
+        errors = compute_runs(runs)
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _given(model: Model, tokenizer: PreTrainedTokenizerBase | None, dtype: str, device: str) -> GivenModel | None:

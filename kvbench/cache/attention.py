@@ -17,7 +17,7 @@ from kvbench.kernels.query_sums import attention_moments, column_sums
 from kvbench.kernels.references import FEW_QUERIES, Attended, grouped_attention, visible
 from kvbench.kernels.tiles import INTERPRETED, decodes, use_triton
 from kvbench.policies.needs import Needs
-from kvbench.policies.observation import Observation
+from kvbench.policies.observation import Observation, known_weights
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import CompressedStore
 
@@ -78,13 +78,13 @@ def _attend_newest(seen: Observation) -> Tensor | None:
     """
     if seen.phase != "decode" or not decodes(seen.queries):
         return None
-    packed = seen.sequences.aligned and seen.sees_all
+    packed = seen.sees_all
     places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (seen.query_positions, seen.positions)
     how = *places, *seen.params[:3], seen.params.layer_sinks
     call = seen.queries, seen.keys, seen.values, *how
     attention = decode_attention(*call, packed=packed, weights=True, bias=seen.slots.bias)
     assert attention.weights is not None
-    seen.store_weights(attention.weights)
+    seen.known |= known_weights(attention.weights)
     return attention.out
 
 
@@ -99,11 +99,11 @@ def attend_and_sum(seen: Observation, statistic: Literal["column_sums", "moments
     gradients = torch.is_grad_enabled() and queries.requires_grad
     if seen.slots.bias is not None or queries.shape[2] <= FEW_QUERIES or gradients:
         return None
+    call = seen.query_positions, seen.positions, *seen.params[:3]
     attended = log_sum_exp = None
     if use_triton(queries) and use_triton(values):
         sinks, in_order = None, _in_order(seen)
-        how = *seen.call[2:], seen.params.layer_sinks, in_order
-        out, log_sum_exp, _ = prompt_attention(queries, seen.keys, values, *how)
+        out, log_sum_exp, _ = prompt_attention(queries, seen.keys, values, *call, seen.params.layer_sinks, in_order)
     elif queries.element_size() == 2:
         return None
     else:
@@ -111,9 +111,11 @@ def attend_and_sum(seen: Observation, statistic: Literal["column_sums", "moments
         out = attended.out
     given: dict[str, Any] = {"sinks": sinks, "log_sum_exp": log_sum_exp, "attended": attended}
     if statistic == "moments":
-        seen.known["first", 0], seen.known["second", 0] = attention_moments(*seen.call, aligned=in_order, **given)
+        seen.known["first", 0], seen.known["second", 0] = attention_moments(
+            queries, seen.keys, *call, aligned=in_order, **given
+        )
     else:
-        seen.known["column_sums", 0] = column_sums(*seen.call, aligned=in_order, **given)
+        seen.known["column_sums", 0] = column_sums(queries, seen.keys, *call, aligned=in_order, **given)
     return out
 
 
@@ -123,7 +125,7 @@ def _in_order(seen: Observation) -> bool:
     A sliding window counts positions, which equal slots only until an eviction.
     """
     last = seen.sequences.last
-    if not (seen.sequences.aligned and seen.slots.ascending and seen.slots.packed):
+    if not (seen.slots.ascending and seen.slots.packed):
         return False
     return seen.params.sliding_window is None or (last is not None and seen.positions.shape[2] == last + 1)
 

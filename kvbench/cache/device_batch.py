@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -29,7 +28,8 @@ from transformers import PreTrainedConfig
 
 from kvbench.cache.arena import ENDLESS, PADDING, Arena, can_join, evicts, slot_store, slots_to_grow, step_formats
 from kvbench.cache.cache import KVCache
-from kvbench.cache.device_eviction import WINDOW, Kind, Part, kind_of
+from kvbench.cache.device_eviction import WINDOW, Kind, Part, kind_of, rows_of_parts
+from kvbench.cache.device_groups import STATE, exact_state, follow, from_slots, ring_of, to_slots
 from kvbench.cache.footprint import decoded
 from kvbench.cache.layer import Layer
 from kvbench.cache.sequence import Sequence
@@ -38,9 +38,10 @@ from kvbench.kernels.references import NewTokens
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.coding import Coding
+from kvbench.policies.stores.group_slots import group_step, take_places
 from kvbench.policies.stores.token_codes import TokenCodeLayer, decode_step
 
-LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance"
+LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance", *STATE
 
 State = dict[str, Tensor]
 """What the device has about the row of a sequence, [L or 1,...] by name: `LENGTHS`, windows and memory of mergers."""
@@ -71,9 +72,9 @@ class DeviceBatch(KVCache):
     """A cache of sequences that decode together, one token of each in every call of the model.
 
     Between `admit` and `free`, only the batch changes the layers of a sequence. lengths: data on the device about all
-    rows, by name: `starts`, `counts`, `free`, `limit` [L,P,H]: the start of a segment, the slots that attention reads,
-    and the one that the next token takes when `limit` slots are in use; `nan` [L,P]: whether a score was NaN; `next`
-    [1,P,1]: positions of the next tokens; `advance` [1,P,1]: 1, 0 for padding.
+    rows: `starts`, `counts`, `free`, `limit` [L,P,H]: the start of a segment, its slots in use, and the slot of the
+    next token when `limit` are in use; `nan` [L,P]: whether a score was NaN; `next` [1,P,1]: positions of the next
+    tokens; `advance` [1,P,1]: 1, 0 for padding; and `STATE`.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -149,8 +150,8 @@ class DeviceBatch(KVCache):
         member = self._members[sequence]
         self._update(member)
         state = {name: x.clone() for name, x in self._state(member.row)}
+        self._return(member, sequence.layers)
         for layer in sequence.layers:
-            self._return(member, layer)
             self._arena.release(layer, last=len(self._members) == 1)
             if WINDOW[0] in state:
                 queries, positions = (state[name][layer.index, None] for name in WINDOW)
@@ -182,13 +183,12 @@ class DeviceBatch(KVCache):
         """Move the layers of sequences into the arenas; returns the states of their rows."""
         for sequence in sequences:
             for layer in sequence.layers:
-                if slots_to_grow(sequence, layer) > 0:
+                if not to_slots(layer) and slots_to_grow(sequence, layer) > 0:
                     slot_store(layer).reserve()
         for index in range(len(self.attention_layers)):
             self._arena.hold(index, [sequence.layers[index] for sequence in sequences])
         states = {}
-        stores = [layer.store for layer in sequences[0].layers]
-        self._codecs = [held.codec if isinstance(held, TokenCodeLayer) else None for held in stores]
+        self._codecs = [getattr(layer.store, "codec", None) for layer in sequences[0].layers]
         for sequence in sequences:
             states[sequence] = state = self._new_state(sequence)
             self._members[sequence] = member = _member(sequence)
@@ -200,15 +200,20 @@ class DeviceBatch(KVCache):
 
     def _lengthen(self, member: Member) -> dict[Sequence, State]:
         """Give a sequence more slots where it has none; returns its state if it needs a place of another kind."""
-        sequence = member.sequence
+        sequence, longer = member.sequence, list[int]()
         self._update(member)
         for layer in sequence.layers:
             if slots_to_grow(sequence, layer) > 0 and slot_store(layer).room == 0:
-                self._return(member, layer)
+                longer.append(layer.index)
+                self._return(member, [layer])
                 self._arena.release(layer)
-                slot_store(layer).reserve()
+                if not to_slots(layer):
+                    slot_store(layer).reserve()
                 self._arena.hold(layer.index, [layer])
-        self.lengths["starts"][:, member.row] = self._new_state(sequence)["starts"]
+        new = self._new_state(sequence)
+        self.lengths["starts"][:, member.row] = new["starts"]
+        for name in STATE if STATE[0] in new else ():
+            self.lengths[name][longer, member.row] = new[name][longer]
         now = _member(sequence)
         member.longest, member.room = now.longest, now.room
         if now.kind == member.kind:
@@ -219,20 +224,26 @@ class DeviceBatch(KVCache):
         member.kind, member.row = now.kind, -1
         return {sequence: state}
 
-    def _return(self, member: Member, layer: Layer) -> None:
-        """Give a layer a copy of its store, as it would be without the batch."""
-        store, index = slot_store(layer), layer.index
-        free, counts = (self.lengths[name][index, member.row].clone() for name in ("free", "counts"))
-        layer.store = store.with_memory(
-            {name: x.clone() for name, x in store.memory.items()},
-            None if store.free is None else free[None, :, None],
-            None if store.counts is None else counts[None],
-        )
+    def _return(self, member: Member, layers: List[Layer]) -> None:
+        """Give layers copies of their stores, as they would be without the batch."""
+        pairs = []
+        for layer in layers:
+            if from_slots(member.sequence, layer):
+                continue
+            store, row = slot_store(layer), (layer.index, member.row)
+            memory = {name: torch.empty_like(x) for name, x in store.memory.items()}
+            pairs += [(memory[name], x) for name, x in store.memory.items()]
+            free = None if store.free is None else self.lengths["free"][row].clone()[None, :, None]
+            counts = None if store.counts is None else self.lengths["counts"][row].clone()[None]
+            layer.store = store.with_memory(memory, free, counts)
+        self._arena.copy(pairs)
 
     def _update(self, member: Member) -> None:
         """Update the lengths that the host has of a sequence."""
         sequence, steps, member.steps = member.sequence, member.steps, 0
         member.room -= steps
+        if steps and STATE[0] in self.lengths:
+            follow(sequence, steps, {name: self.lengths[name][:, member.row] for name in STATE})
         for layer in sequence.layers if steps else ():
             store, grow = slot_store(layer), slots_to_grow(sequence, layer)
             taken = min(steps, grow)
@@ -246,15 +257,12 @@ class DeviceBatch(KVCache):
 
     def _new_state(self, sequence: Sequence) -> State:
         """The state of a sequence that is in the arenas, from its layers."""
-        segments, layers = [], sequence.layers
-        for layer in layers:
-            starts, counts, free = slot_store(layer).segments()
-            segments.append((starts + self._arena.start(layer), counts, free, counts + slots_to_grow(sequence, layer)))
-        state = dict(zip(LENGTHS, map(torch.cat, zip(*segments, strict=True)), strict=False))
+        layers = sequence.layers
+        state = dict(zip(LENGTHS, self._arena.segments(sequence), strict=False))
         state["nan"] = state["starts"].new_zeros(len(layers), dtype=torch.bool)
         state["next"], state["advance"] = (state["starts"].new_tensor([x]) for x in ([sequence.seen], [1]))
         if not evicts(sequence.policy):
-            return state
+            return state | exact_state(layers)
         windows = [layer.recent.held for layer in layers if layer.recent.held is not None]
         if windows:
             state |= {name: torch.cat([window[i] for window in windows]) for i, name in enumerate(WINDOW)}
@@ -287,7 +295,7 @@ class DeviceBatch(KVCache):
         if self._padded and as_before.total() <= 2 * len(self._members):
             places = as_before
         rules = list(dict.fromkeys(kind.rule for kind in places))
-        self._kinds = sorted(places.elements(), key=lambda kind: rules.index(kind.rule))
+        self._kinds = sorted(places.elements(), key=lambda kind: (rules.index(kind.rule), -kind.slots))
         self._empty = {kind: self._empty[kind] for kind in places}
         self.sequences.clear()
         found = []
@@ -297,18 +305,16 @@ class DeviceBatch(KVCache):
                 member = waiting[kind].pop(0)
                 member.row, found[row] = row, states[member.sequence]
                 self.sequences.append(member.sequence)
-        self.lengths = {name: torch.stack([one[name] for one in found], 1) for name in LENGTHS}
+        self.lengths = {name: torch.stack([one[name] for one in found], 1) for name in LENGTHS if name in found[0]}
         self._new = torch.zeros_like(self.lengths["free"])  # [L,P,H] the slots of the new tokens
-        per_layer = (x.unbind() for x in (self.lengths["starts"], self.lengths["counts"], self._new))
-        self._of_layers = list(zip(*per_layer, strict=True))
+        self._gone = torch.zeros_like(self._new)  # and of those that they displace from a ring
+        per_layer = self.lengths["starts"], self.lengths.get("coded", self.lengths["counts"]), self._new, self._gone
+        self._of_layers = list(zip(*(x.unbind() for x in per_layer), strict=True))
         self._arrangements, self._longest, self._parts = self._arrangements + 1, 0, []
-        for rule, rows in groupby(range(len(found)), lambda row: self._kinds[row].rule):
-            here = list(rows)
-            if rule is not None:
-                own = [name for name in found[here[0]] if name not in LENGTHS]
-                state = {name: torch.stack([found[row][name] for row in here], 1) for name in own}
-                kinds, span = [self._kinds[row] for row in here], slice(here[0], here[-1] + 1)
-                self._parts.append(Part(kinds, span, self._arena, self.lengths, state))
+        for rows in rows_of_parts(self._kinds):
+            own = [name for name in found[rows.start] if name not in LENGTHS]
+            state = {name: torch.stack([one[name] for one in found[rows]], 1) for name in own}
+            self._parts.append(Part(self._kinds[rows], rows, self._arena, self.lengths, state))
 
     # --- a step ----------------------------------------------------------------------------------------------------
     def attend(
@@ -318,11 +324,14 @@ class DeviceBatch(KVCache):
         assert mask is None, "decoded tokens are not padded"
         if index == 0:
             self._take_slots()
-        arena, (starts, counts, slots) = self._arena, self._of_layers[index]
+        arena, (starts, counts, slots, gone) = self._arena, self._of_layers[index]
         self._attended.append((queries, params))
         tokens, codec = NewTokens(keys, values, slots), self._codecs[index]
         places, memory = (self.positions, arena.positions[index]), arena.memory[index]
-        if codec is not None:
+        if codec is not None and codec.grouped:
+            call = memory, ring_of(self.lengths, index), places, (starts, counts), self._longest, params
+            out = group_step(codec, queries, tokens, gone, *call)
+        elif codec is not None:
             out = decode_step(codec, queries, tokens, memory, places, (starts, counts), self._longest, params)
         else:
             out = decode_attention_flat(
@@ -356,6 +365,9 @@ class DeviceBatch(KVCache):
         grows = lengths["counts"] < lengths["limit"]
         torch.where(grows, lengths["counts"], lengths["free"], out=self._new)
         lengths["counts"] += grows
+        if (codec := self._codecs[0]) is not None and codec.grouped:
+            take_places(lengths, codec.most_exact, arena.positions, arena.offsets, PADDING, (self._new, self._gone))
+            return
         there = (lengths["starts"] + arena.offsets + self._new).flatten()
         arena.positions.view(-1).scatter_(0, there, lengths["next"].int().expand_as(self._new).flatten())
         for x in arena.statistics.values():

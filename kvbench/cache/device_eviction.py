@@ -18,7 +18,16 @@ from kvbench.cache.sequence import Sequence
 from kvbench.cache.step import keeps_window
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Vectors
-from kvbench.policies.observation import AttentionParams, Memory, Observation, QueryWindow, SequenceInfo, SlotInfo
+from kvbench.policies.observation import (
+    AttentionParams,
+    Memory,
+    Observation,
+    QueryWindow,
+    SequenceInfo,
+    SlotInfo,
+    StepCache,
+    known_weights,
+)
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 
@@ -56,6 +65,20 @@ def kind_of(sequence: Sequence, slots: int) -> Kind:
         see_own=keeps_window(policy, budgets),
         policy=policy,
     )
+
+
+def rows_of_parts(kinds: List[Kind]) -> Iterator[slice]:
+    """The rows that evict together: of one rule, and at least half as long as the longest, to which they are padded.
+
+    kinds: of the rows, sorted by rule and then by length, the longest first.
+    """
+    first = 0
+    for row in range(1, len(kinds) + 1):
+        longest = kinds[first]
+        if row == len(kinds) or kinds[row].rule != longest.rule or 2 * kinds[row].slots < longest.slots:
+            if longest.rule is not None:
+                yield slice(first, row)
+            first = row
 
 
 class Part:
@@ -162,7 +185,7 @@ class FlatRows:
             self._part.state[name][self._which] = x.view(*self._starts.shape[:2], *x.shape[1:])
 
     def note_nan(self, ranking: Ranking) -> None:
-        self._part.lengths["nan"][self._which] |= ranking.broken().view(self._starts.shape[:2])
+        self._part.lengths["nan"][self._which] |= ranking.broken.view(self._starts.shape[:2])
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         self._slots.write(slots, "keys", keys)
@@ -177,7 +200,11 @@ class FlatRows:
     def _observe(self, how: AttentionParams, queries: Tensor) -> Observation:
         arena, part, count = self._arena, self._part, len(self._layers)
         places = part.lengths["next"][0].repeat(count, 1)
-        seen = LazyObservation(
+        known: StepCache = {}
+        if self.policy.needs.newest_row:
+            assert arena.weights is not None
+            known = known_weights(arena.weights.flatten(0, 1)[self._where].transpose(-1, -2)[:, :, :, None])
+        return LazyObservation(
             self._slots,
             layer=self._layers[0],
             queries=queries.flatten(0, 1),
@@ -189,17 +216,13 @@ class FlatRows:
             window=part.window(self._which, queries, places) if WINDOW[0] in part.state else None,
             slots=SlotInfo(ascending=False, whole=False),
             sequences=SequenceInfo(
-                aligned=True,
                 opens=(True,) * len(places),
                 budgets=tuple(kind.budgets[index] for index in self._layers for kind in part.kinds),
                 prompts=tuple(kind.prompt for kind in part.kinds if kind.prompt >= 0) * count,
             ),
             shared=part.shared,
+            known=known,
         )
-        if self.policy.needs.newest_row:
-            assert arena.weights is not None
-            seen.store_weights(arena.weights.flatten(0, 1)[self._where].transpose(-1, -2)[:, :, :, None])
-        return seen
 
 
 @dataclass(frozen=True)

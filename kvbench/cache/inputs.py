@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as List
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -17,9 +18,15 @@ _WATCHED: WeakSet[nn.Module] = WeakSet()
 
 
 class HiddenInputs(Extra):
-    """The input [B,M,hidden] of the attention layer that runs, if a policy of the cache reads it."""
+    """The input [B,M,hidden] of the attention layer that runs, if a policy of the cache or an extra pass reads it."""
 
     hidden: Tensor | None = None
+    of: nn.Module | None = None  # the layer
+    in_pass = False
+
+    def read_by(self, sequences: List[Sequence]) -> bool:
+        """Whether the input is read."""
+        return self.in_pass or any(one.policy.needs.hidden for one in sequences)
 
     def begin_step(self, sequence: Sequence, row: int, columns: slice) -> None:
         if not sequence.policy.needs.hidden:
@@ -41,7 +48,8 @@ def watch_inputs(model: PreTrainedModel) -> None:
 
 
 def _pass_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache: Any = kwargs.get("past_key_values")
+    cache: Any = kwargs.get("past_key_values", kwargs.get("layer_past"))  # its name in GPT-NeoX and older models
     for extra in getattr(cache, "extras", ()):
-        if isinstance(extra, HiddenInputs) and any(one.policy.needs.hidden for one in cache.sequences):
+        if isinstance(extra, HiddenInputs) and extra.read_by(cache.sequences):
+            extra.of = module
             extra.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]

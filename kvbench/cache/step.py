@@ -175,7 +175,6 @@ class Step:
                 moved=held.state[MOVED][..., 0] if policy.schedule.rerotate else None,
             ),
             sequences=SequenceInfo(
-                aligned=True,
                 last=span.end - 1 if self.sequence.clock is None else None,
                 opens=(span.opens,),
                 budgets=() if policy.scorer is None else (budget,),

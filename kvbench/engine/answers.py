@@ -23,6 +23,7 @@ from kvbench.engine.prompts import blank
 from kvbench.engine.scores import Scores, summary
 from kvbench.engine.sequence import Request, TokenSampler
 from kvbench.engine.teacher_forcing import policy_for, score_pair, text_scores
+from kvbench.errors import one_line
 from kvbench.models.answers import Ending, end_tokens
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompt import Prompt
@@ -121,13 +122,8 @@ def answered(
 
 def failed(run: Run, prompt: Prompt, error: Exception) -> Sample:
     """The sample of an example that failed."""
-    log.error("%s: example %d failed: %s", run.run_id, prompt.example.index, message(error))
-    return replace(blank(prompt), error=message(error))
-
-
-def message(error: Exception) -> str:
-    """The type of an error and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+    log.error("%s: example %d failed: %s", run.run_id, prompt.example.index, one_line(error))
+    return replace(blank(prompt), error=one_line(error))
 
 
 def as_memory_error(error: Exception) -> Exception:

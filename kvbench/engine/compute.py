@@ -6,8 +6,6 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
@@ -28,17 +26,8 @@ OPEN_RUNS = 200
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Ending:
-    """The result of a run: the folder of its files, or the error that ended it."""
-
-    run: Run
-    folder: Path | None = None
-    error: Exception | None = None
-
-
-def compute_runs(runs: Sequence[Run], callback: RunCallback | None = None) -> list[Ending]:
-    """Compute the missing examples of all runs; an error ends only its own run. Endings are in the order of `runs`.
+def compute_runs(runs: Sequence[Run], callback: RunCallback | None = None) -> list[Exception | None]:
+    """Compute the missing examples of all runs. Returns the error of each run, which ends only this run, or None.
 
     Runs with the same model, device, task, seed and generation settings are computed together, example by example
     (`engine.rows`). A sample is on disk as soon as it and the samples before it are computed.
@@ -48,8 +37,7 @@ def compute_runs(runs: Sequence[Run], callback: RunCallback | None = None) -> li
         for start in range(0, len(group), OPEN_RUNS):
             _compute(group[start : start + OPEN_RUNS])
     writers = {id(run): writer for group in groups for writer in group for run in writer.runs}
-    found = [(run, writers[id(run)]) for run in runs]
-    return [Ending(run, None if writer.error else writer.folder, writer.error) for run, writer in found]
+    return [writers[id(run)].error for run in runs]
 
 
 def grouped(runs: Sequence[Run], callback: RunCallback) -> list[list[RunWriter]]:

@@ -9,7 +9,7 @@ Shapes: B batch, T prompt tokens, H_q query heads, H_kv KV heads, n tokens of a 
 
 from collections.abc import Iterator
 from collections.abc import Sequence as List
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from kvbench.cache.columns import Columns
 from kvbench.cache.families import InterfaceError, layout_of
 from kvbench.cache.footprint import fed
 from kvbench.cache.hook import LayerCall
-from kvbench.cache.inputs import watch_inputs
+from kvbench.cache.inputs import HiddenInputs, watch_inputs
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.pre_passes import PrePasses, rate
 from kvbench.cache.sequence import Sequence
@@ -215,10 +215,12 @@ def _run_pass(model: PreTrainedModel, sequence: Sequence, wanted: ExtraPasses, o
     """Run the tokens of a pass over a stored sequence, as if they followed it. The stored tokens do not change."""
     over = _ObservedPass.over(model.config, sequence)
     over.wanted, over.one = wanted, one
+    if wanted.reads_layer:
+        watch_inputs(model)
+        over.inputs.in_pass = True
     positions = over.follow(len(one.tokens), model.device)
-    with over.recording_inputs(model) if wanted.reads_layer else nullcontext():
-        ids = torch.tensor([one.tokens], device=model.device)
-        base_of(model)(input_ids=ids, position_ids=positions, past_key_values=over, use_cache=True)
+    ids = torch.tensor([one.tokens], device=model.device)
+    base_of(model)(input_ids=ids, position_ids=positions, past_key_values=over, use_cache=True)
     sequence.passed += len(one.tokens)
     sequence.passes += 1
     sequence.passed_entries += fmean(fed(layer.count, len(one.tokens)) for layer in sequence.layers)
@@ -229,33 +231,18 @@ class _ObservedPass(PassCache):
 
     wanted: ExtraPasses
     one: Pass
-    inputs: dict[nn.Module, Tensor]
-    hidden: Tensor | None = None
 
-    @contextmanager
-    def recording_inputs(self, model: PreTrainedModel) -> Iterator[None]:
-        """Record the hidden states that every attention module receives."""
-        self.inputs = {}
-
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.inputs[module] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-
-        layers = [module for module in base_of(model).modules() if hasattr(module, "layer_idx")]
-        hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in layers]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    @property
+    def inputs(self) -> HiddenInputs:
+        """The inputs of the model's attention layers."""
+        return next(extra for extra in self.extras if isinstance(extra, HiddenInputs))
 
     def called(
         self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
         if self.wanted.reads_layer:
-            if module not in self.inputs:
+            if self.inputs.of is not module:
                 raise InterfaceError(f"{type(module).__name__} has no layer_idx, and the policy uses its hidden states")
-            self.hidden = self.inputs[module]
-            self.inputs.clear()
             params = params._replace(model=model_layer(module, queries))
         return super().called(call, module, queries, columns, params)
 
@@ -272,7 +259,7 @@ class _ObservedPass(PassCache):
             positions=store.positions,
             query_positions=step.positions,
             params=step.params,
-            hidden=self.hidden,
+            hidden=self.inputs.hidden,
         )
         self.wanted.observe(self.one, observed, {name: state[name] for name in self.wanted.statistics})
         store.state = state

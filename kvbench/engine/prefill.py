@@ -55,8 +55,9 @@ def prefill(
     if not begin:
         reset_rotation(model)
     size = size or call_size(model, cache.policy, begin, total)
-    first = size if recorder is None or size >= total else recorder.first_call(cache, size, total)
-    for block in (ids[:, :first], *ids[:, first:].split(size, dim=1)) if first < total else (ids,):
+    first = size if recorder is None else recorder.first_call(cache, size, total)
+    lengths = min(first, total), *(min(size, total - start) for start in range(first, total, size))
+    for block in ids.split(lengths, dim=1):
         positions = torch.arange(begin, begin + block.shape[1], device=ids.device).expand_as(block)
         begin += block.shape[1]
         with pre_pass(model, cache, ids, encoder):

@@ -57,8 +57,11 @@ class BlockRecorder(GraphRecorder):
         """Tokens of the first call of a prompt of `total` tokens: all blocks of `size` tokens that evict nothing."""
         if not self._can_record(cache):
             return size
-        budgets = chain(*(layer_budgets(one.policy, len(one.layers), total, 0) for one in cache.sequences))
-        fit = min(*budgets, total, CALL_TOKENS // len(cache.sequences))
+        try:
+            budgets = chain(*(layer_budgets(one.policy, len(one.layers), total, 0) for one in cache.sequences))
+            fit = min(*budgets, total, CALL_TOKENS // len(cache.sequences))
+        except ValueError:  # a budget that is too small for its policy: the call ends that sequence
+            return size
         fills = all(one.policy.schedule.share(fit, size, total) == fit for one in cache.sequences)
         return max(size, fit // size * size) if fills else size
 
@@ -97,6 +100,8 @@ class BlockRecorder(GraphRecorder):
         if in_window(self._model.config, cache.seen):  # attention does not need the window yet
             return ()
         for sequence in cache.sequences:
+            if sequence.error is not None:
+                return ()
             for layer in sequence.layers:
                 store, budgets = layer.store, sequence.budgets
                 full = budgets.within(layer.index, sequence.seen) == budgets.shares[layer.index] == layer.count

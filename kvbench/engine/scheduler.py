@@ -25,7 +25,6 @@ from kvbench.engine.answers import (
     computed_whole,
     failed,
     likelihood_of,
-    message,
     request_for,
     rounded,
     units,
@@ -38,6 +37,7 @@ from kvbench.engine.prompts import in_batch
 from kvbench.engine.run_writer import RunWriter, WorkItem, one_by_one
 from kvbench.engine.sequence import History, LiveSequence, Request
 from kvbench.engine.teacher_forcing import policy_for
+from kvbench.errors import one_line
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompt import Prompt
 from kvbench.results.samples import Sample
@@ -307,7 +307,7 @@ class Scheduler:
         """Compute a run after the batch: only by itself an error is known to be its own."""
         if not run.run_alone:
             run.run_alone = True
-            log.warning("%s: %s; it is computed by itself, after the others", run.run_id, message(error))
+            log.warning("%s: %s; it is computed by itself, after the others", run.run_id, one_line(error))
 
     def _drop_unwanted(self) -> None:
         """Remove the sequences of runs that ended or are to be computed alone."""

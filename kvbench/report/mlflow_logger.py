@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, first_line
 from kvbench.report.tracker import Opening, TrackerRun, Watch, numbers, package
 
 _IDENTITY = "kvbench.identity"
@@ -32,8 +32,8 @@ class MlflowLogger:
             found = client.get_experiment_by_name(self.experiment)
             experiment = found.experiment_id if found else client.create_experiment(self.experiment)
         except Exception as error:  # a missing driver, an unknown scheme, a server that does not answer
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ConfigError("tracking_uri", self.tracking_uri, why=f"cannot be used by MLflow: {reason}") from error
+            why = f"cannot be used by MLflow: {first_line(error)}"
+            raise ConfigError("tracking_uri", self.tracking_uri, why=why) from error
         return Watch(partial(MlflowRun, client, experiment), sweep)
 
 

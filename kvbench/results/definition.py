@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import yaml
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, first_line
 from kvbench.results.files import held, read_yaml, remove_torn, write_atomically, write_json, yaml_text
 from kvbench.results.samples import FILE_NAME as SAMPLES
 from kvbench.results.samples import read_samples
@@ -127,8 +127,7 @@ def read_definition(folder: Path) -> Definition:
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} holds no sweep: there is no {FILE_NAME}") from None
     except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"{path} cannot be read: {reason}") from error
+        raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def folder_identity(out: Path) -> str:

@@ -15,7 +15,7 @@ from kvbench.config.parts import build, refusing_in
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.engine.run_writer import RunCallback
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, one_line
 from kvbench.results.definition import Entry, RunState, examples, failed_examples, write_state
 from kvbench.results.files import RunBusyError, RunLostError
 from kvbench.results.result import Result, read_result
@@ -129,8 +129,7 @@ def message_of(error: BaseException) -> str:
         return str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"no space left to write results ({error.strerror}); finished examples are kept, free some space"
-    first = (str(error).strip().splitlines() or ["no message"])[0]
-    return f"{type(error).__name__}: {first}"
+    return one_line(error)
 
 
 def is_expected(error: BaseException) -> bool:
@@ -197,8 +196,9 @@ class Guarded(SweepCallback):
         try:
             getattr(self._watch, event)(*arguments)
         except (Exception, SystemExit) as error:
-            details = (self._name, type(error).__name__, (str(error).strip().splitlines() or ["no message"])[0])
-            log.warning("logger=%s failed (%s: %s) and is disabled; results are complete in out", *details)
+            log.warning(
+                "logger=%s failed (%s) and is disabled; results are complete in out", self._name, one_line(error)
+            )
             self._watch = NoLogger()
 
 
@@ -270,7 +270,7 @@ def run_one(composed: Composed) -> float | None:
         return None
     tracker = make_watch(composed.config["logger"], None)
     try:
-        error = compute_runs([run], tracker)[0].error
+        (error,) = compute_runs([run], tracker)
     finally:
         tracker.close()
     if error is not None:

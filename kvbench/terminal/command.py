@@ -22,7 +22,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from kvbench import __version__
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, one_line
 
 
 def replace_unencodable() -> None:
@@ -112,8 +112,8 @@ def _explained(error: BaseException) -> tuple[int, str]:
         return WRONG, f"{error.format_message().rstrip('.')} (see {path} --help)"
     if isinstance(error, UsageError):
         return WRONG, str(error)
-    first = (str(error).strip().splitlines() or ["no message"])[0]
-    return FAILED, f"{type(error).__name__}: {first} ({DEBUG}=1 shows where)"
+    hint = "" if os.environ.get(DEBUG) else f" ({DEBUG}=1 shows where)"
+    return FAILED, f"{one_line(error)}{hint}"
 
 
 def program(cli: click.Command) -> Callable[..., int]:

@@ -100,7 +100,7 @@ def paged_allocator(name: str, pages: Pages, own: Allocator, schedule: Schedule,
 
 def check_pages(name: str, pages: Pages, scorer: Scorer, budget: int) -> None:
     """Raise ValueError if the pages of protected tokens may exceed the pages of a budget."""
-    first, newest = scorer.protects(budget)
+    first, newest, _ = scorer.protects(budget)
     least = -(-first // pages.length) + (newest + 2 * pages.length - 2) // pages.length * (newest > 0)
     if pages.unit == "page" and whole(pages, budget) < max(least, 1) * pages.length:
         raise ValueError(

@@ -35,13 +35,9 @@ class HeavyAndRecent(AttentionSums):
         whole_number("m", self.m, 1)
         count_or("share", "recent", self.recent, 1)
 
-    @property
-    def least_budget(self) -> int:
-        """Sinks, one important token and the recent window (at least one token)."""
-        return self.sinks + 1 + (1 if self.recent == "share" else self.recent)
-
     def protects(self, budget: int) -> Protected:
         if self.recent != "share":
-            return Protected(self.sinks, self.recent)
+            return Protected(self.sinks, self.recent, others=1)
         shared = budget if self.sinks_inside else budget - self.sinks
-        return Protected(self.sinks, max(1, min(shared * self.m // (self.n + self.m), budget - self.sinks)))
+        recent = max(1, min(shared * self.m // (self.n + self.m), budget - self.sinks))
+        return Protected(self.sinks, recent, others=1)

@@ -47,12 +47,8 @@ class Defensive(Scorer):
     def needs(self) -> Needs:
         return Needs(window=self.window, never_negative=True)
 
-    @property
-    def least_budget(self) -> int:
-        return self.window + 1
-
     def protects(self, budget: int) -> Protected:
-        return Protected(newest=self.window)
+        return Protected(newest=self.window, others=1)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return observation.once(self, lambda: self._bounded(observation))

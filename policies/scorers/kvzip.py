@@ -35,15 +35,11 @@ class KVzip(Scorer):
         _ = self.pre_pass  # checks both fields
 
     @property
-    def least_budget(self) -> int:
-        return self.sinks + 1
-
-    @property
     def pre_pass(self) -> PrePass:
         return Repetition(self.chunk, self.sinks)
 
     def protects(self, budget: int) -> Protected:
-        return Protected(first=self.sinks)
+        return Protected(first=self.sinks, others=1)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         drawn = state["repeated"][..., 0]

@@ -24,6 +24,19 @@ def gaussian(seed: int, layer: int, dim: int, sketch: int) -> Tensor:
     return phi
 
 
+def unrotated_keys(observation: Observation) -> Tensor:
+    """The stored keys before their rotation, [B,H_kv,T,D] float32."""
+    positions, slots = observation.positions, observation.slots
+    if slots.whole:  # all heads hold the same tokens
+        positions = positions[:, :1]
+    elif slots.moved is not None:
+        positions = positions + slots.moved.to(positions.dtype)
+    rotation = observation.model.rotation
+    return observation.once(
+        "unrotated keys", lambda: rotation(positions.clamp(min=0)).inverse().apply(observation.keys)
+    )
+
+
 @dataclass(frozen=True)
 class Leverage(Scorer):
     """Keep the tokens of highest leverage: their unrotated keys are least explained by the head's other keys.
@@ -54,7 +67,7 @@ class Leverage(Scorer):
 
     def among(self, observation: Observation, counted: Tensor) -> Tensor:
         """The score of the counted slots, bool [B,H_kv,T], as if there were no others: [B,H_kv,T] float32."""
-        keys = observation.unrotated_keys()
+        keys = unrotated_keys(observation)
         phi = gaussian(self.seed, observation.layer, keys.shape[-1], self.sketch).to(keys.device, keys.dtype)
         tokens = counted.sum(-1).clamp(min=1)[..., None, None]
         mean = keys.masked_fill(~counted[..., None], 0.0).sum(2, keepdim=True) / tokens

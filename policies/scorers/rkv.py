@@ -64,7 +64,8 @@ class RKV(Scorer):
 
     def importance(self, observation: Observation) -> Tensor:
         """a_j, [B,H,T]."""
-        queries, places = observation.window_queries(self.window)
+        assert observation.window is not None
+        queries, places = observation.window.newest(self.window)
         logits = attention_logits(
             queries, observation.keys, observation.params.scaling, observation.params.softcap
         ).amax(2)

@@ -64,12 +64,8 @@ class RoCo(Scorer):
         number("block_share", self.block_share, 0, below=1)
         number("decode_share", self.decode_share, 0, below=1)
 
-    @property
-    def least_budget(self) -> int:
-        return max(1, self.sinks + self.recent)
-
     def protects(self, budget: int) -> Protected:
-        return Protected(newest=self.recent)
+        return Protected(newest=self.recent, others=self.sinks)
 
     def observe(self, observation: Observation, state: State) -> None:
         drawn = observation.moments()

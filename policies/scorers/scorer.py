@@ -30,13 +30,11 @@ class Scorer(ABC):
         """Extra forward passes that fill `state` for this scorer; a class attribute unless fields change them."""
         return None
 
-    @property
-    def least_budget(self) -> int:
-        """The smallest possible budget of a layer (tokens per KV head)."""
-        return max(1, sum(self.protects(1)))
-
     def protects(self, budget: int) -> Protected:
-        """Numbers of first and newest positions that are always kept at this budget (tokens per KV head)."""
+        """Numbers of first and newest positions that are always kept at this budget (tokens per KV head).
+
+        Those at a budget of 1 determine the smallest possible budget of a layer.
+        """
         return Protected()
 
     def observe(self, observation: Observation, state: State) -> None:  # noqa: B027 - most scorers keep no statistics

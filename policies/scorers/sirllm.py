@@ -33,12 +33,8 @@ class SirLLM(Scorer):
     def __post_init__(self) -> None:
         whole_number("sinks", self.sinks, 0)
 
-    @property
-    def least_budget(self) -> int:
-        return self.sinks + 1
-
     def protects(self, budget: int) -> Protected:
-        return Protected(first=self.sinks)
+        return Protected(first=self.sinks, others=1)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return state["surprisal"][..., 0]

@@ -136,7 +136,7 @@ class _Part(Observation):
         )[..., begin:]  # fmt: skip
         return part
 
-    def reduces(self, window: int) -> bool:
+    def _reduces(self, window: int) -> bool:
         return False
 
     def _rows_and_sight(self, window: int) -> tuple[Tensor, Tensor | None]:

@@ -67,7 +67,7 @@ class Coding(Store):
 
     @property
     def replayable(self) -> bool:  # type: ignore[override]
-        return self.format(0) is not None
+        return self.most_exact > 0 if self.grouped else self.format(0) is not None
 
     def format(self, side: int) -> Format | None:
         """The format of the codes, if the kernels for GPUs can read it."""
@@ -94,6 +94,11 @@ class Coding(Store):
 
     watches: ClassVar[bool] = False
     """Whether `observe` needs the queries of the prompt."""
+
+    @property
+    def most_exact(self) -> int:
+        """Tokens with an exact key or value during a step, at most; 0: the kernels for GPUs cannot decode."""
+        return 0
 
     @property
     def apart(self) -> str:

@@ -27,8 +27,11 @@ class ColumnLayer(CodedLayer, CompressedStore):
 
     Until the first `settle`, a dense store holds the tokens. If KV heads then hold different numbers of them, every
     head gets a layer of its own (`heads`), and the views are copies, in which shorter heads end in empty slots.
-    Positions are stored only if tokens were evicted, else the i-th token is at position i.
+    Positions are stored only if tokens were evicted, else the i-th token is at position i. reserved: slots that a batch
+    on a GPU has for the codes.
     """
+
+    reserved = 0
 
     def __init__(
         self, codec: Coding, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int
@@ -38,10 +41,12 @@ class ColumnLayer(CodedLayer, CompressedStore):
         self.heads: list[ColumnLayer] = []
         self.memory = {}
         growing = codec.growing if codec.one_run else (None, None)
-        dims = keys.shape[-1], values.shape[-1]
-        self.columns = Column(_decoder(codec, 0, dims[0]), growing[0]), Column(_decoder(codec, 1, dims[1]), growing[1])
-        self._evicted = False
-        self._places = Queue(GROWTH)  # of positions, empty if nothing was evicted
+        self.dims = keys.shape[-1], values.shape[-1]
+        decoders = (_decoder(codec, side, dim) for side, dim in enumerate(self.dims))
+        first, second = map(Column, decoders, growing)
+        self.columns = first, second
+        self.evicted = False
+        self.places = Queue(GROWTH)  # of positions, empty if nothing was evicted
 
     # --- contents --------------------------------------------------------------------------------------------------
     @property
@@ -68,8 +73,8 @@ class ColumnLayer(CodedLayer, CompressedStore):
             return self.dense.positions
         if self.heads:
             return padded([head.positions for head in self.heads], fill=-1).transpose(0, 1)
-        if self._evicted:
-            return self._places.view("positions")
+        if self.evicted:
+            return self.places.view("positions")
         tail = self.columns[0].tail.view("x")
         return torch.arange(self.columns[0].tokens, dtype=torch.int32, device=tail.device).expand(*tail.shape[:2], -1)
 
@@ -85,6 +90,12 @@ class ColumnLayer(CodedLayer, CompressedStore):
     @property
     def slots(self) -> SlotInfo:
         return SlotInfo(packed=not self.heads) if self.dense is None else self.dense.slots
+
+    @property
+    def step_format(self) -> tuple[object, ...] | None:
+        """Layers of equal formats take their decoding steps in one batch on a GPU; None: this one cannot."""
+        coded = self.dense is None and not self.heads and all(column.coded for column in self.columns)
+        return (self.codec, *self.dims) if coded and self.codec.most_exact else None
 
     # --- bytes -----------------------------------------------------------------------------------------------------
     @property
@@ -104,7 +115,7 @@ class ColumnLayer(CodedLayer, CompressedStore):
             spare += own.spare
         if self.dense is not None:
             kinds["full precision"], spare = self.dense.nbytes, self.dense.sizes().spare
-        kinds["positions"] += self._places.nbytes
+        kinds["positions"] += self.places.nbytes
         for column in self.columns:
             kinds["full precision"] += column.tail.nbytes
         named = [item for column in self.columns for run in column.runs for item in run.codes.tensors.items()]
@@ -115,7 +126,7 @@ class ColumnLayer(CodedLayer, CompressedStore):
     def expect(self, tokens: int) -> None:
         if self.dense is not None:
             self.dense.expect(tokens)
-        self._places.expect(tokens)
+        self.places.expect(tokens)
         for column in self.columns:
             column.expect(tokens)
         for head in self.heads:
@@ -123,7 +134,7 @@ class ColumnLayer(CodedLayer, CompressedStore):
 
     @property
     def _queues(self) -> list[Queue]:
-        return [self._places, *(queue for column in self.columns for queue in column.queues)]
+        return [self.places, *(queue for column in self.columns for queue in column.queues)]
 
     # --- a step ----------------------------------------------------------------------------------------------------
     def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
@@ -139,11 +150,11 @@ class ColumnLayer(CodedLayer, CompressedStore):
         """Append tokens at places [1,H,n] to the tails."""
         for column, x in zip(self.columns, (keys, values), strict=True):
             column.append(x)
-        if self._evicted:
-            self._places.append({"positions": places})
+        if self.evicted:
+            self.places.append({"positions": places})
 
     def keep(self, mask: Tensor, spare: int, count: int | None = None) -> Tensor:
-        self._evicted = True
+        self.evicted = True
         return self._exact().keep(mask, spare, count)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
@@ -176,7 +187,7 @@ class ColumnLayer(CodedLayer, CompressedStore):
         self.codec.flush(self, first)
         self.before = self.columns[0].tokens
         if first:
-            for queue in (*(column.tail for column in self.columns), self._places):
+            for queue in (*(column.tail for column in self.columns), self.places):
                 queue.compact()  # the tail was a view of the whole prompt
 
     def _to_columns(self, dense: SlotStore) -> None:
@@ -201,7 +212,7 @@ class ColumnLayer(CodedLayer, CompressedStore):
         layer = ColumnLayer(self.codec, own["keys"], own["values"], (), 1)
         layer.dense = SlotStore.of(own, (), ascending=True, packed=True)
         layer.memory = {name: x[:, head : head + 1].clone() for name, x in self.memory.items()}
-        layer._evicted = self._evicted
+        layer.evicted = self.evicted
         return layer
 
     # --- attention -------------------------------------------------------------------------------------------------

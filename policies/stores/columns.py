@@ -4,7 +4,8 @@ Shapes: H KV heads, r query rows per KV head, n entries (tokens or groups of tok
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,17 +21,54 @@ Decoder = Callable[[Mapping[str, Tensor], int], Tensor]
 """The tokens of some codes, and their number: [1,H,n,D] or in groups [1,H,m,n/m,D]."""
 
 
+@dataclass
+class Room:
+    """Where the `count` entries of a queue are: from `start` on, of `capacity` that grows by `growth` entries."""
+
+    growth: int
+    count: int = 0
+    start: int = 0
+    capacity: int = 0
+
+    def enter(self, entries: int) -> bool:
+        """Count more entries; whether they need another capacity, in which all entries start at 0."""
+        moves = self.start + self.count + entries > self.capacity
+        if moves:
+            self.start, self.capacity = 0, self.count + max(entries, self.growth)
+        self.count += entries
+        return moves
+
+    def leave(self, entries: int) -> bool:
+        """Count the oldest entries as gone; whether none is left, which frees the capacity."""
+        self.start += entries
+        self.count -= entries
+        if self.count == 0:
+            self.start = self.capacity = 0
+        return self.count == 0
+
+
 class Queue:
-    """Tensors [1,H,capacity,...] by name that share their `count` entries, oldest first.
+    """Tensors [1,H,capacity,...] by name that share their entries, oldest first.
 
     The first entries are stored without a copy; later, capacity is reserved for `growth` entries at a time.
     """
 
     def __init__(self, growth: int) -> None:
-        self.count = 0
-        self._growth = growth
-        self._start = self._capacity = 0
+        self.room = Room(growth)
         self.tensors: dict[str, Tensor] = {}
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Tensor], room: Room) -> Self:
+        """A queue of entries [1,H,count,...] with the capacity of `room`."""
+        queue = cls(room.growth)
+        queue.room = room
+        queue.tensors = queue._reserved(entries)
+        return queue
+
+    @property
+    def count(self) -> int:
+        """The number of entries."""
+        return self.room.count
 
     @property
     def nbytes(self) -> int:
@@ -40,11 +78,11 @@ class Queue:
     @property
     def spare_nbytes(self) -> int:
         """Bytes of the unused capacity."""
-        return self.nbytes // max(self._capacity, 1) * (self._capacity - self.count)
+        return self.nbytes // max(self.room.capacity, 1) * (self.room.capacity - self.count)
 
     def expect(self, entries: int) -> None:
         """Reserve capacity for no more than this number of later entries at a time."""
-        self._growth = min(self._growth, entries)
+        self.room.growth = min(self.room.growth, entries)
 
     def view(self, name: str) -> Tensor:
         """[1,H,count,...]."""
@@ -52,45 +90,42 @@ class Queue:
 
     def some(self, first: int, end: int) -> dict[str, Tensor]:
         """Entries from `first` to `end` by name; if that is all, tensors of any shape."""
-        if (first, end) == (0, self._capacity):
+        if (first, end) == (0, self.room.capacity):
             return self.tensors
-        return {name: x[:, :, self._start + first : self._start + end] for name, x in self.tensors.items()}
+        start = self.room.start
+        return {name: x[:, :, start + first : start + end] for name, x in self.tensors.items()}
 
     def append(self, new: Mapping[str, Tensor]) -> None:
         """Append entries [1,H,n,...] by name."""
         entering = next(iter(new.values())).shape[2]
         if not self.tensors:
-            self.tensors, self._capacity = dict(new), entering
-        else:
-            self._reserve(entering)
-            end = self._start + self.count
-            for name, x in new.items():
-                self.tensors[name][:, :, end : end + entering] = x
-        self.count += entering
+            self.tensors, self.room = dict(new), Room(self.room.growth, entering, 0, entering)
+            return
+        before = self.some(0, self.count)
+        if self.room.enter(entering):
+            self.tensors = self._reserved(before)
+        end = self.room.start + self.count
+        for name, x in new.items():
+            self.tensors[name][:, :, end - entering : end] = x
 
     def drop(self, count: int) -> None:
         """Remove the oldest entries."""
-        self._start += count
-        self.count -= count
-        if self.count == 0:
-            self.compact()
+        if self.room.leave(count):
+            self.tensors = {name: x[:, :, :0].clone() for name, x in self.tensors.items()}
 
     def compact(self) -> None:
         """Copy the entries, which frees unused capacity and larger tensors that they are views of."""
-        held = self.some(0, self.count)
-        self.tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, x in held.items()}
-        self._start, self._capacity = 0, self.count
+        held, copied = self.some(0, self.count), torch.contiguous_format
+        self.tensors = {name: x.clone(memory_format=copied) for name, x in held.items()}
+        self.room.start, self.room.capacity = 0, self.count
 
-    def _reserve(self, entering: int) -> None:
-        """Reserve capacity for `entering` more entries."""
-        if self._start + self.count + entering <= self._capacity:
-            return
-        self._capacity = self.count + max(entering, self._growth)
-        for name, x in self.some(0, self.count).items():
-            longer = x.new_zeros(*x.shape[:2], self._capacity, *x.shape[3:])
-            longer[:, :, : self.count] = x
-            self.tensors[name] = longer
-        self._start = 0
+    def _reserved(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """New tensors of the capacity, with these entries at their place."""
+        longer = {}
+        for name, x in entries.items():
+            longer[name] = x.new_zeros(*x.shape[:2], self.room.capacity, *x.shape[3:])
+            longer[name][:, :, self.room.start : self.room.start + x.shape[2]] = x
+        return longer
 
 
 class Run(NamedTuple):
@@ -165,6 +200,16 @@ class Column:
         tail = widen(self.tail.view("x"))
         runs = [self._decode(run.codes.some(0, run.codes.count), run.tokens) for run in self.runs if run.tokens]
         return torch.cat([*((x.flatten(2, 3) if x.dim() == 5 else x).to(tail.dtype) for x in runs), tail], dim=2)
+
+    def after(self, first: int) -> Tensor:
+        """The tokens from number `first` on in the model's dtype, [1,H,n,D], if a run that grows has all codes."""
+        (run,), tail = self.runs, self.tail.view("x")
+        if first >= run.tokens:
+            return tail[:, :, first - run.tokens :]
+        entry = first // (each := run.tokens // run.codes.count)
+        x = self._decode(run.codes.some(entry, run.codes.count), run.tokens - entry * each)
+        x = x.flatten(2, 3) if x.dim() == 5 else x
+        return torch.cat([x[:, :, first - entry * each :].to(tail.dtype), tail], dim=2)
 
     def scores(self, rows: Tensor) -> Tensor:
         """Products [1,H,r,C] of query rows [1,H,r,D] with the tokens."""

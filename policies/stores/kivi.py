@@ -108,6 +108,10 @@ class Kivi(KiviCodes):
         size = self.residual or self.group
         return exact // size * size if side == 0 else max(exact - self.residual, 0)
 
+    @property
+    def most_exact(self) -> int:
+        return 0 if self.fp16_arith or self.residual == 0 else self.residual + 1
+
 
 @dataclass(frozen=True)
 class Kcvc(GroupCodec):
@@ -139,6 +143,10 @@ class Kcvc(GroupCodec):
     def due(self, side: int, exact: int) -> int:
         size = self.residual or self.group or 1
         return exact // size * size
+
+    @property
+    def most_exact(self) -> int:
+        return 0 if self.group is None else self.residual or self.group
 
     @property
     def one_run(self) -> bool:

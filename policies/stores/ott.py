@@ -188,9 +188,16 @@ class Ott(KiviCodes):
                 f"{name} keeps other tokens in every KV head, so heads cannot share traced ones: use pool_scope=head"
             )
 
+    def due(self, side: int, exact: int) -> int:
+        return max(exact - self.residual, 0) // self.group * self.group
+
+    @property
+    def most_exact(self) -> int:
+        return self.residual + self.group
+
     def flush(self, layer: CodedLayer, prompt: bool) -> None:
         keys, values = layer.columns
-        count = max(keys.tail.count - self.residual, 0) // self.group * self.group
+        count = self.due(0, keys.tail.count)
         if count == 0:
             return
         tokens = [keys.oldest(count), values.oldest(count)]

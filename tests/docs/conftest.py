@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.config.compose import names, read
+from kvbench.config.compose import read_all
 from kvbench.config.parts import part_class
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "hooks"))
@@ -17,7 +17,7 @@ def parts() -> dict[str, type]:
     import policy_pages
 
     found: dict[str, type] = {}
-    for config in (read("policy", name) for name in names("policy")):
+    for config in read_all("policy").values():
         for decision in policy_pages.DECISIONS:
             if (given := config.get(decision)) and policy_pages.part_name(config, decision) not in policy_pages.USUAL:
                 found[given["_target_"]] = part_class(given)

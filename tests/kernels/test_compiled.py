@@ -27,5 +27,5 @@ def test_every_kernel_compiles_without_spills_into_99_kib(capability: int, every
         assert launch["spilled"] <= (192 if "float32 D=256" in name else few), name
         assert launch["shared"] <= found["most_shared"], name
         kernels |= set(launch["kernels"])
-    codes = {"_append_codes", "_attend_codes"}
+    codes = {"_append_codes", "_attend_codes", "_append_groups", "_attend_groups"}
     assert kernels == codes | {"_attend", "_join", "_weigh", "_over_queries", "_over_window", "_keep"}

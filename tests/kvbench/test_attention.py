@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench import KVCache, make_policy
 from kvbench.cache import attention
-from kvbench.cache.hook import kvbench_attention
+from kvbench.cache.hook import kvbench_attention, prepare
 from kvbench.policies.observation import Observation
 
 ATTEND_AND_SUM = attention.attend_and_sum
@@ -19,9 +19,7 @@ ATTEND_AND_SUM = attention.attend_and_sum
 
 @cache
 def model(family: str = "llama", dtype: torch.dtype = torch.float64) -> Any:
-    switched = tiny(family, dtype=dtype)
-    switched.set_attn_implementation("kvbench")
-    return switched
+    return prepare(tiny(family, dtype=dtype))
 
 
 def logits(running: Any, ids: list[int], calls: list[int], **kwargs: Any) -> Tensor:

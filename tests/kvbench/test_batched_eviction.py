@@ -11,6 +11,7 @@ from kv_runs import Run, run_greedy
 from torch import Tensor
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.cache.layer import RecentQueries
 from kvbench.cache.rows import stacked
 from kvbench.policies.observation import AttentionParams, Observation, SequenceInfo, SlotInfo
@@ -75,9 +76,9 @@ def test_layers_evicted_together_equal_layers_evicted_alone(slug: str, fields: d
     """Every second layer of Gemma 2 slides, and its logits are capped."""
     model, chosen = tiny("gemma2", layers=4), make_policy(slug, 40, **fields)
     ids = [prompt(70, seed=1), prompt(70, seed=2)]
-    together = run_greedy(model, ids, chosen, 8)
+    together = run_greedy(model, ids, chosen, 5)
     with apart():
-        alone = run_greedy(model, ids, chosen, 8)
+        alone = run_greedy(model, ids, chosen, 5)
     assert_same(together, alone)
 
 
@@ -144,8 +145,7 @@ def test_the_newest_queries_come_in_order() -> None:
 
 
 def test_layers_without_a_cache_at_the_end_do_not_keep_the_others_waiting() -> None:
-    model = tiny(layers=3)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny(layers=3))
     cache = KVCache(model.config, policy("h2o"), prompt_length=70)
     with torch.inference_mode():
         model(torch.tensor([prompt(70)]), past_key_values=cache)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, ScoreError, make_policy
 from kvbench.cache import rows
+from kvbench.cache.hook import prepare
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
@@ -44,9 +45,7 @@ def policy(at: int, schedule: str = "prompt", protects: int = 0) -> Policy:
 
 
 def model() -> PreTrainedModel:
-    made = tiny("llama")
-    made.set_attn_implementation("kvbench")
-    return made
+    return prepare(tiny("llama"))
 
 
 def asked(seed: int, new: int = 6) -> Request:

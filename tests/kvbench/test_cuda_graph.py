@@ -17,6 +17,7 @@ from kv_presets import kinds
 from op_tape import Tape, record
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.cuda_graph import Recorder
@@ -51,7 +52,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
         monkeypatch.setattr(torch.cuda, "graph", record)
         monkeypatch.setattr(engine, "use_triton", lambda x: True)
-        for part in ("scorers.roco", "stores.token_codes", "stores.turboquant"):
+        for part in ("scorers.roco", "stores.token_codes", "stores.turboquant", "stores.quantiser"):
             monkeypatch.setattr(f"kvbench.policies.{part}.on_host", lambda x: False)
         monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
     replay, recorded = torch.cuda.CUDAGraph.replay, Recorder._record
@@ -70,9 +71,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
 
 def llama() -> Any:
-    model = tiny(dtype=torch.float32).to(DEVICE)
-    model.set_attn_implementation("kvbench")
-    return model
+    return prepare(tiny(dtype=torch.float32).to(DEVICE))
 
 
 def request(length: int, new: int, seed: int = 0, **fields: Any) -> Request:
@@ -116,6 +115,20 @@ def test_replayed_steps_equal_called_ones(slug: str, counts: Counts) -> None:
         found.append(finished(flight, flight.admit(request(LENGTH, NEW), [policy_of(slug)])))
     assert found[0] == found[1]
     assert counts.replays >= NEW - 4, "steps were recorded and replayed"
+
+
+@pytest.mark.parametrize("slug", ["kivi", "kcvc", "ott"])
+def test_groups_that_are_encoded_between_two_steps_do_not_end_the_recording(slug: str, counts: Counts) -> None:
+    """Two sequences: each encodes a group after every eighth of its tokens."""
+    found, more = [], {"outliers": 2, "auxiliary": 4, "skip_layers": []} if slug == "ott" else {}
+    policy = make_policy(slug, group=8, residual=8, **more)
+    for graph in (True, False):
+        flight = DecodeBatch(llama(), cuda_graph=graph)
+        rows = [row for length in (60, 63) for row in flight.admit(request(length, 40), [policy])]
+        found.append(finished(flight, rows))
+    assert found[0] == found[1]
+    assert counts.recordings == 1
+    assert counts.replays >= 37
 
 
 def continuous(graph: bool, policies: Sequence[Policy]) -> tuple[list[Any], int]:
@@ -252,7 +265,7 @@ def test_a_step_that_cannot_be_recorded_is_called(
     ("slug", "device", "sentence"),
     [
         ("h2o", "cpu", "engine.cuda_graph=true needs a CUDA device, got device=cpu"),
-        ("kivi", "cuda", "that attend, then evict one token; kivi does not support it"),
+        ("gear", "cuda", "that attend, then evict one token; gear does not support it"),
         ("sirllm", "cuda", "then evict one token; sirllm does not support it"),
     ],
 )

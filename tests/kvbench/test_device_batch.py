@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvbench import KVCache, make_policy
 from kvbench.cache import device_batch
 from kvbench.cache.device_batch import DeviceBatch
+from kvbench.cache.hook import prepare
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import next_logits
@@ -34,9 +35,7 @@ def policies(slugs: Sequence[str], budgets: Sequence[int] = BUDGETS) -> list[Pol
 
 
 def model_of(family: str = "llama", **sizes: Any) -> Any:
-    model = tiny(family, dtype=torch.float32, **sizes)
-    model.set_attn_implementation("kvbench")
-    return model
+    return prepare(tiny(family, dtype=torch.float32, **sizes))
 
 
 def asked(length: int, seed: int, new: int) -> Request:
@@ -79,8 +78,10 @@ def held(cache: KVCache | None) -> tuple[Any, ...]:
     return positions, counts, cache.nbytes, cache.peak_nbytes, cache.spare_nbytes
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("slugs", [SEVERAL, ("sirllm", "cam", "random"), ("tova", "kivi", "caote_tova")])
+@pytest.mark.parametrize(
+    ("slugs", "family"),
+    [(SEVERAL, "gemma2"), (("sirllm", "cam", "random"), "llama"), (("tova", "kivi", "caote_tova"), "llama")],
+)
 def test_one_launch_equals_decoding_group_by_group(
     slugs: Sequence[str], family: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,8 +95,7 @@ def test_one_launch_equals_decoding_group_by_group(
 
 
 def test_a_float64_model_decodes_without_kernels(as_on_a_gpu: None) -> None:
-    model = tiny(dtype=torch.float64)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny(dtype=torch.float64))
     flight = DecodeBatch(model)
     (sequence,) = flight.admit(asked(90, 1, 4), [make_policy("h2o", 40)])
     flight.step()
@@ -103,7 +103,7 @@ def test_a_float64_model_decodes_without_kernels(as_on_a_gpu: None) -> None:
     assert sequence.error is None
 
 
-CODES = ("fp8", "fp8_per_token_head", "int8", "int4", "nvfp4", "turboquant", "snapkv_fp8")
+CODES = ("fp8", "fp8_per_token_head", "int4", "nvfp4", "turboquant", "snapkv_fp8")
 
 
 @pytest.mark.parametrize("slug", CODES)
@@ -113,6 +113,28 @@ def test_codes_of_tokens_decode_on_the_device_as_they_do_one_by_one(
     fields: dict[str, Any] = {"window": 6, "decode": "grow"} if "snapkv" in slug else {}
     fields |= {"group": 8} if slug == "nvfp4" else {}
     model, policy, joined = model_of(), make_policy(slug, 40 if "snapkv" in slug else None, **fields), list[float]()
+    together = decoded(model, [policy], joined)
+    assert min(joined) == 1, "every sequence is on the device in every step"
+    monkeypatch.setattr(engine, "use_triton", lambda x: False)
+    assert together == decoded(model, [policy])
+
+
+GROUPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "kivi": ("kivi", {"group": 8, "residual": 16}),
+    "kivi, 4 bits": ("kivi", {"group": 4, "residual": 8, "bits": 4}),
+    "kcvc": ("kcvc", {"group": 4, "residual": 8}),
+    "kcvc without a residual": ("kcvc", {"group": 8, "residual": 0, "bits": 8}),
+    "ott": ("ott", {"group": 8, "residual": 4, "outliers": 2, "auxiliary": 4, "skip_layers": [0]}),
+    "cake_kivi": ("cake_kivi", {"group": 8, "residual": 8, "decode": "grow"}),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_codes_of_groups_decode_on_the_device_as_they_do_one_by_one(
+    name: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slug, fields = GROUPS[name]
+    model, policy, joined = model_of(), make_policy(slug, 40 if "cake" in slug else None, **fields), list[float]()
     together = decoded(model, [policy], joined)
     assert min(joined) == 1, "every sequence is on the device in every step"
     monkeypatch.setattr(engine, "use_triton", lambda x: False)

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from kvbench.engine import batch as rows
 from kvbench.engine import memory as device_memory
-from kvbench.engine.compute import Ending, compute_runs, grouped
+from kvbench.engine.compute import compute_runs, grouped
 from kvbench.engine.run_writer import RunCallback
 from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.observation import Observation, State
 from kvbench.policies.ranking import Ranking
+from kvbench.policies.scorers.knorm import KNorm
 from kvbench.report.table import notes, results_table
 from kvbench.results.result import read_result
 from kvbench.results.samples import Sample
@@ -55,10 +57,8 @@ def results(cell: Run) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in HOW} for line in lines(cell)]
 
 
-def completed(endings: Sequence[Ending]) -> None:
-    for ending in endings:
-        assert ending.error is None
-        assert ending.folder == ending.run.folder
+def completed(errors: Sequence[Exception | None]) -> None:
+    assert not any(errors), errors
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,18 @@ class Generous(Uniform):
         if int(ranking.seen.max()) <= self.after:
             return None
         return (ranking.seen.new_tensor(budgets) + 1)[:, None].expand(-1, ranking.scores.shape[1])
+
+
+@dataclass(frozen=True)
+class Hungry(KNorm):
+    """Needs more memory than there is, for a prompt longer than `after`."""
+
+    after: int = 0
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        if int(observation.seen.max()) > self.after:
+            torch.empty(1 << 50, dtype=torch.uint8)  # a thousand TiB
+        return super().score(observation, state)
 
 
 def with_part(cell: Run, **part: Any) -> Run:
@@ -147,15 +159,25 @@ def uneven(cells: Build, policies: str, **how: Any) -> list[Run]:
     return cells(policies, "task.lengths=[300,600,400]", "task.depths=[0.5]", "task.repeats=1", limit=3, **how)
 
 
-def test_a_run_that_breaks_its_budget_fails_in_that_example_alone(cells: Build) -> None:
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"allocator": Generous(after=450)}, "BudgetError: "),
+        ({"scorer": Hungry(after=450)}, "tried to allocate 1125899906842624 bytes"),
+    ],
+    ids=("budget", "memory"),
+)
+def test_a_run_that_fails_in_one_example_has_the_others(cells: Build, part: dict[str, Any], said: str) -> None:
+    """It breaks its budget, or finds no memory even alone."""
     knorm, tova = uneven(cells, "knorm,tova")
-    generous = with_part(knorm, allocator=Generous(after=450))
-    completed(compute_runs([generous, tova, knorm]))
-    errors = [line["error"] for line in lines(generous)]
-    assert [error is None for error in errors] == [True, False, True]
-    assert errors[1].startswith("BudgetError: ")
+    broken = with_part(knorm, **part)
+    completed(compute_runs([broken, tova, knorm]))
+    first, failed, last = results(broken)
+    assert said in failed["error"]
+    assert "\n" not in failed["error"]
+    assert (failed["score"], failed["output"], failed["kept_tokens"]) == (None, None, None)
     assert [line["error"] for line in lines(tova)] == [None] * 3
-    assert [results(generous)[i] for i in (0, 2)] == [results(knorm)[i] for i in (0, 2)]
+    assert [first, last] == [results(knorm)[i] for i in (0, 2)]
 
 
 def test_an_exception_in_one_run_does_not_stop_the_others(
@@ -169,7 +191,7 @@ def test_an_exception_in_one_run_does_not_stop_the_others(
     monkeypatch.setattr("kvbench.engine.logits.head_logits", lacking)
     knorm, sirllm, tova = cells("knorm,sirllm,tova", limit=2)
     first, second, third = compute_runs([knorm, sirllm, tova])
-    assert isinstance(second.error, AttributeError)
+    assert isinstance(second, AttributeError)
     completed([first, third])
     assert "a batch failed" not in caplog.text
     assert {line["rows_in_flight"] for line in lines(knorm)} == {4}

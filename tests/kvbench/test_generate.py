@@ -1,12 +1,11 @@
 """Generation: batches equal their rows one by one, through our loop and through `model.generate`."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from kv_models import generated, left_padded, prompt, tiny
+from kv_models import generated, prompt, tiny
 from kv_oracle import Rules
 from kv_runs import policy_for, run_generate, run_greedy
 from kv_simulate import simulate
@@ -42,17 +41,6 @@ def test_model_generate_equals_our_loop(rules: Rules) -> None:
     ours = run_greedy(model, PROMPTS, policy, NEW)
     assert theirs.tokens == ours.tokens
     assert theirs.kept[-NEW:] == ours.kept[-NEW:]
-
-
-@pytest.mark.parametrize("family", ["gemma2", "mistral", "qwen3"])
-def test_full_generates_the_tokens_of_eager_attention(family: str) -> None:
-    model = model_of(family, torch.float32)
-    prompts = [prompt(length, seed=length) for length in (30, 41, 37)]
-    model.set_attn_implementation("eager")
-    expected = generated(model, prompts, NEW)
-    full = make_policy("full")
-    assert run_generate(model, prompts, full, NEW, chunk=16).tokens == expected
-    assert run_greedy(model, prompts, full, NEW).tokens == expected
 
 
 def test_without_a_length_the_first_call_is_the_whole_prompt() -> None:
@@ -112,26 +100,6 @@ def test_a_block_split_over_calls_is_refused_where_it_must_be_evicted_first(bloc
         run_generate(model_of("llama"), [prompt(30)], policy, NEW, chunk=7, tell_length=True)
 
 
-def stopped(model: PreTrainedModel, prompts: list[list[int]], **kwargs: Any) -> list[list[int]]:
-    model.set_attn_implementation("kvbench")
-    ids, mask = left_padded(prompts)
-    return generate_tokens(
-        model, ids, make_policy("tova", 16), attention_mask=mask, max_new_tokens=NEW, **kwargs
-    ).tokens
-
-
-@pytest.mark.parametrize("how", ["eos", "stop"])
-def test_a_sequence_that_ends_early_leaves_the_others_as_they_were(how: str) -> None:
-    model = model_of("llama")
-    free = stopped(model, PROMPTS)
-    last = free[1][2]
-    assert all(last not in row for row in (free[0], free[2], free[1][:2]))
-    at_word: Callable[[list[int]], bool] = lambda tokens: tokens[-1] == last  # noqa: E731
-    ended = stopped(model, PROMPTS, eos_token_ids=[last]) if how == "eos" else stopped(model, PROMPTS, stop=at_word)
-    assert ended[1] == (free[1][:2] if how == "eos" else free[1][:3])
-    assert (ended[0], ended[2]) == (free[0], free[2])
-
-
 @pytest.mark.parametrize("block", [None, 12])
 def test_sums_over_the_block_begin_with_the_block_and_not_with_the_call(block: int | None) -> None:
     """Chunks of 7, and padding: the calls begin inside blocks."""
@@ -152,16 +120,3 @@ def test_padding_anywhere_but_on_the_left_is_refused(mask: list[int]) -> None:
             attention_mask=torch.tensor([mask]),
             max_new_tokens=1,
         )
-
-
-def test_an_ended_sequence_keeps_the_cache_it_had() -> None:
-    model = model_of("llama")
-    last = stopped(model, PROMPTS)[1][2]
-    ids, mask = left_padded(PROMPTS)
-    policy = make_policy("tova", 16)
-    batch = generate_tokens(model, ids, policy, attention_mask=mask, max_new_tokens=NEW, eos_token_ids=[last])
-    alone = generate_tokens(model, torch.tensor([PROMPTS[1]]), policy, max_new_tokens=NEW, eos_token_ids=[last])
-    for ours, theirs in zip(batch.cache.layers, alone.cache.layers, strict=True):
-        for head in range(2):
-            held, expected = ours.positions[1, head], theirs.positions[0, head]
-            assert sorted(held[held >= 0].tolist()) == sorted(expected[expected >= 0].tolist())

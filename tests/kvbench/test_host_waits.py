@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import next_logits
@@ -82,8 +83,7 @@ def test_no_called_step_at_the_budget_reads_a_number_from_the_device(
     """The operations of a step as a GPU would run it, counted on a CPU."""
     monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
     monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
-    model = tiny(dtype=torch.float32)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny(dtype=torch.float32))
     cache = isolated(KVCache(model.config, policy_of(slug), prompt_length=LENGTH, question=LENGTH - 6))
     logits, place = prefill(model, torch.tensor([words(LENGTH, 0)]), cache, CodePoints()), torch.full((1, 1), LENGTH)
     for index in range(SETTLED + 2):
@@ -99,8 +99,7 @@ def test_no_called_step_at_the_budget_reads_a_number_from_the_device(
 @pytest.mark.parametrize("slug", dense_and_evicting())
 @torch.inference_mode()
 def test_no_step_at_the_budget_waits_alone_or_in_a_batch(slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny(dtype=torch.float32).to("cuda")
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny(dtype=torch.float32).to("cuda"))
     policy = policy_of(slug)
     cache = isolated(KVCache(model.config, policy, prompt_length=LENGTH, question=LENGTH - 6))
     logits, place = prefill(model, prompt(LENGTH), cache, CodePoints()), torch.full((1, 1), LENGTH, device="cuda")

@@ -20,7 +20,6 @@ from transformers.cache_utils import Cache
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.prefill import prefill
@@ -107,28 +106,6 @@ POLICIES = [
 def alone(family: str, ids: list[int], policy: Policy, **more: Any) -> Generation:
     more = {"max_new_tokens": NEW, "encoder": CodePoints(), **more}
     return generate_tokens(model(family), torch.tensor([ids]), policy, **more)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sequences_of_a_padded_batch_are_equal_alone(family: str) -> None:
-    """The second stops early: what the first goes on to write is not in its states."""
-    prompts = [prompt(37), prompt(22, seed=1)]
-    ids, mask = left_padded(prompts)
-    for policy in POLICIES:
-        ones = [alone(family, some, policy, max_new_tokens=new) for some, new in zip(prompts, (NEW, 3), strict=True)]
-        (short,) = ones[1].tokens
-        done = generate_tokens(
-            model(family),
-            ids,
-            policy,
-            attention_mask=mask,
-            max_new_tokens=NEW,
-            stop=lambda tokens, s=short: tokens == s,
-        )
-        for row, one in enumerate(ones):
-            assert done.tokens[row] == one.tokens[0], policy.name
-            assert kept_now(done.cache)[row] == kept_now(one.cache)[0], policy.name
-            assert_same_states(one.cache, done.cache, row)
 
 
 def test_padding_after_tokens_is_refused_which_states_would_take_in() -> None:
@@ -241,29 +218,6 @@ def test_states_are_counted_beside_keys_and_values_and_do_not_grow(family: str, 
     assert held.peak_nbytes >= held.nbytes
     read(running, held, ids[:, 28:], 1, 1)
     assert held.state_nbytes == 2 * nbytes
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches decode at once."""
-    monkeypatch.setattr(engine, "use_triton", lambda x: True)
-    monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
-
-
-@pytest.mark.parametrize("family", few_fast(HYBRIDS, ("lfm2",), EVERY))
-def test_sequences_of_one_launch_are_equal_alone(family: str, as_on_a_gpu: None) -> None:
-    policies = [make_policy(slug, BUDGET, decode="evict") for slug in ("h2o", "tova")]
-    flight, found = DecodeBatch(model(family)), []
-    for length in (37, 24):
-        found += flight.admit(Request(torch.tensor([prompt(length, seed=length)]), 12), policies)
-        flight.step()
-    finished(flight)
-    for row in found:
-        assert row.error is None
-        one = alone(family, row.request.input_ids[0].tolist(), row.policy, max_new_tokens=12)
-        assert row.tokens == one.tokens[0]
-        assert row.cache is not None
-        assert_same_states(row.cache, one.cache)
 
 
 def test_a_family_that_begins_anew_is_given_no_later_tokens_together() -> None:

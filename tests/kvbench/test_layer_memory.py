@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache
 from kvbench.cache.copies import fork, together
+from kvbench.cache.hook import prepare
 from kvbench.engine.logits import next_logits
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
@@ -43,9 +44,7 @@ POLICY = Policy(scorer=Remembers(), budget=20)
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    running = tiny()
-    running.set_attn_implementation("kvbench")
-    return running
+    return prepare(tiny())
 
 
 @torch.inference_mode()

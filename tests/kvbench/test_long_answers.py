@@ -33,8 +33,8 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_dictated_tokens_are_evicted_while_decoding_and_not_counted(tiny_model: Path, tmp_path: Path) -> None:
-    given = [f"model={tiny_model}", "device=cpu", "limit=2", "task=niah_dictated", "task.lengths=[300]"]
-    given += ["task.dictate_after=40", "task.max_new_tokens=6", "policy=full,streamingllm,h2o", "budget=32"]
+    given = [f"model={tiny_model}", "device=cpu", "limit=1", "task=niah_dictated", "task.lengths=[300]"]
+    given += ["task.dictate_after=40", "task.max_new_tokens=6", "policy=full,streamingllm", "budget=32"]
     together, alone, whole = (
         list(runs_of([*given, "decode=evict", "every=8", f"out={tmp_path / out}", *fields]))
         for out, fields in (
@@ -43,10 +43,9 @@ def test_dictated_tokens_are_evicted_while_decoding_and_not_counted(tiny_model: 
             ("whole", ("task.dictate_after=null",)),
         )
     )
-    for ending in compute_runs([*together, *alone, *whole]):
-        assert ending.error is None
+    assert not any(compute_runs([*together, *alone, *whole]))
     assert [lines(cell.folder) for cell in together] == [lines(cell.folder) for cell in alone]
-    full, streaming, _ = (lines(cell.folder) for cell in together)
+    full, streaming = (lines(cell.folder) for cell in together)
     for sample, other, undictated in zip(full, streaming, lines(whole[0].folder), strict=True):
         assert sample["output"] == undictated["output"], "the full cache is the same, however it was filled"
         assert sample["prompt_tokens"] <= 41

@@ -16,6 +16,7 @@ from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.expected_attention import unrotated_queries
+from kvbench.policies.scorers.leverage import unrotated_keys
 from kvbench.policies.scorers.scorer import Scorer
 
 LENGTH = 40
@@ -52,7 +53,7 @@ class Reads(Scorer):
         self.shown.append(
             {
                 "queries": unrotated_queries(observation),
-                "keys": observation.unrotated_keys(),
+                "keys": unrotated_keys(observation),
                 "rotated": observation.keys.clone(),
                 "output": observation.model.output_projection(),
             }

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from kvbench import cli, memory
+from kvbench import cli, make_policy, memory, sweep
 from kvbench.results import __main__ as results
 from kvbench.tools import diagnose, score
 
@@ -78,3 +78,36 @@ def test_predictions_are_scored_by_the_benchmark(conf: str, tmp_path: Path) -> N
     assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [0.0, 0.0]
     assert score.main(["outside_parts", str(source), "-o", str(output), "--ignore-case"]) == 0
     assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [1.0, 0.0]
+
+
+def test_a_wrapper_and_a_store_are_parts_of_names(conf: str) -> None:
+    plain = make_policy("mine", 64, config_dir=conf)
+    assert make_policy("mine_by_3", 64, config_dir=conf).scorer == type(plain.scorer)(recent=3)
+    wrapped = make_policy("loud_mine_by_3_half_w8_s0.25_at0-2", 64, config_dir=conf)
+    assert type(wrapped.value).__name__ == "Loud"
+    assert (wrapped.store.width, wrapped.store.share, wrapped.store.places) == (8, 0.25, [0, 2])
+    assert wrapped.schedule.decode == "evict", "a store changes no schedule"
+    assert type(make_policy("loud_tova", 64, config_dir=conf).value).__name__ == "Loud"
+    assert type(make_policy("caote_mine", 64, config_dir=conf).value).__name__ == "Caote"
+    assert make_policy("tova_half", 64, config_dir=conf).store.width == 4
+    with pytest.raises(ValueError, match=r"half has no setting x3 \(allowed: w... \(width\), s"):
+        make_policy("half_x3", config_dir=conf)
+
+
+def test_a_sweep_is_resumed_from_another_folder_with_parts_that_lie_beside_its_command(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = Path(shutil.copytree(OUTSIDE, tmp_path / "first")), tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setattr(sys, "path", [str(first), *sys.path])  # as `python -m` has it
+    monkeypatch.delitem(sys.modules, "outside_parts", raising=False)
+    monkeypatch.chdir(first)
+    asked = ["policy=mine", "task=recall", f"model={tiny_model}", f"budget={BUDGET}", "limit=1", "device=cpu"]
+    assert cli.main(["-m", "--config-dir", "conf", *asked, "out=runs"]) == 0
+    (metrics,) = first.glob("runs/*/metrics.json")
+    metrics.unlink()
+    monkeypatch.delitem(sys.modules, "outside_parts")
+    monkeypatch.setattr(sys, "path", [str(other), *sys.path[1:]])
+    monkeypatch.chdir(other)
+    assert sweep.main(["resume", "../first/runs"]) == 0
+    assert metrics.exists()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kv_models import tiny
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.cache.sequence import Sequence
 from kvbench.policies.schedule import Blocks, Prompt, Schedule, Span
 
@@ -104,8 +105,7 @@ def test_another_prompt_has_blocks_of_its_own() -> None:
 
 
 def test_a_prompt_is_opened_once_the_last_one_is_in() -> None:
-    model = tiny()
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny())
     cache, ids = KVCache(model.config, make_policy("tova", 4), prompt_length=5), torch.tensor([[1, 2, 3, 4, 5]])
     with pytest.raises(ValueError, match="before the first prompt, whose length is given already"):
         cache.next_prompt(3)

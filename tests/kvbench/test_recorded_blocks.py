@@ -12,6 +12,7 @@ from kv_presets import kinds
 from op_tape import Tape, record
 
 from kvbench import make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.recorded_blocks import BlockRecorder, blocks_alike
 from kvbench.engine.sequence import LiveSequence, Request
@@ -53,8 +54,7 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(policies: list[Policy], recorded: bool) -> list[LiveSequence]:
-    model = tiny(dtype=torch.float32).to(DEVICE)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny(dtype=torch.float32).to(DEVICE))
     batch = DecodeBatch(model)
     batch._blocks = BlockRecorder(model) if recorded else None
     sequences = batch.admit(Request(torch.tensor([words(LENGTH)], device=DEVICE), 4), policies)
@@ -88,6 +88,17 @@ def test_replayed_blocks_equal_called_ones(slug: str) -> None:
 def test_several_policies_are_one_recorded_block() -> None:
     policies = [policy_of("snapkv"), policy_of("caote_snapkv", 56), policy_of("tova", 48)]
     assert list(map(contents, run(policies, True))) == list(map(contents, run(policies, False)))
+
+
+@pytest.mark.usefixtures("tape")
+def test_a_budget_below_the_protected_tokens_ends_only_its_own_sequence() -> None:
+    batch = DecodeBatch(model := tiny(dtype=torch.float32).to(DEVICE))
+    model.set_attn_implementation("kvbench")
+    batch._blocks = BlockRecorder(model)
+    policies = [make_policy("snapkv", budget, schedule="blocks", block=BLOCK) for budget in (0.05, 64)]
+    errors = [one.error for one in batch.admit(Request(torch.tensor([words(LENGTH)], device=DEVICE), 4), policies)]
+    assert "a budget of 11 tokens per KV head is too small for snapkv" in str(errors[0])
+    assert errors[1] is None
 
 
 @pytest.mark.usefixtures("tape")

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
@@ -26,9 +27,7 @@ BUDGETS = (40, 80)
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     """Four layers of four KV heads: its cache is larger than what one layer computes with."""
-    made = tiny("llama", kv_heads=4, layers=4, dtype=torch.float32)
-    made.set_attn_implementation("kvbench")
-    return made
+    return prepare(tiny("llama", kv_heads=4, layers=4, dtype=torch.float32))
 
 
 @pytest.fixture(autouse=True, scope="module")

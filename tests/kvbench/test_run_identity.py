@@ -150,7 +150,6 @@ def test_a_run_of_other_versions_is_continued_only_if_asked_and_tables_say_so(
         ("torch_threads", 64, "null", ""),  # nothing is timed
         ("torch_threads", 64, "1", "begun on {processor}, 64 threads, see environment.json"),
         ("processor", "a Z80", "null", "begun on a Z80, see environment.json"),
-        ("device_name", "a GPU", "null", "begun on a GPU, see environment.json"),
     ],
 )
 def test_a_run_continued_on_other_hardware_records_the_difference(

@@ -103,6 +103,7 @@ class _Interrupted:
 
 
 WRONG = {
+    "score": float("nan"),
     "prompt_tokens": 10**400,
     "decode_steps": {},
     "output": {},
@@ -125,6 +126,9 @@ def test_a_value_that_no_run_writes_is_refused_with_its_line(tmp_path: Path, nam
     field = "tokens" if name == "likelihood" else name
     with pytest.raises(ValueError, match=rf"samples\.jsonl, line 2: {field}=.* is not allowed"):
         read_samples(path)
+    with pytest.raises(ValueError, match="line 2"), open_samples(path):
+        pass  # an edited line is no cut-off line: it is not thrown away
+    assert len(path.read_bytes().splitlines()) == 3
 
 
 @pytest.mark.parametrize("tail", [b'{"index": 2}\n', b"garbage\n", b"garbage", b"[]\n", b"\xff\xfe\n"])

@@ -5,6 +5,7 @@ import torch
 from kv_models import prompt, tiny
 
 from kvbench import make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.generate import Generation, generate_tokens
 
 PROMPT = 40
@@ -15,8 +16,7 @@ def ran(policy: str, may_come: int, stop_after: int) -> Generation:
     ids = torch.tensor([prompt(PROMPT)])
     fields = {"window": 8} if "snapkv" in policy else {}
     made = make_policy(policy, budget=None if policy.startswith(("full", "ki", "kc")) else 16, **fields)
-    model = tiny("llama")
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny("llama"))
     return generate_tokens(model, ids, made, max_new_tokens=may_come, stop=lambda tokens: len(tokens) == stop_after)
 
 

@@ -5,6 +5,7 @@ import torch
 from kv_models import MIXTURES, prompt, tiny, tiny_mixture
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.logits import head_logits
 from kvbench.engine.prefill import prefill
 from kvbench.policies.pre_passes.surprisal import Surprisal, surprisal
@@ -33,8 +34,7 @@ def test_logits_of_a_prompt_never_exist_all_at_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("kvbench.engine.logits.LOGITS_AT_ONCE", 512 * 4)  # the tiny models know 512 tokens
     monkeypatch.setattr(Surprisal, "rate", watched)
-    model = tiny()
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny())
     cache = KVCache(model.config, make_policy("sirllm", 16), prompt_length=30)
     with torch.no_grad():
         prefill(model, torch.tensor([prompt(30)]), cache)

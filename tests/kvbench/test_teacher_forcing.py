@@ -12,14 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.prefill import prefill_prompt
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.engine.teacher_forcing import continuation_scores, text_scores
 from kvbench.policies.policy import Policy
 
 BUDGET, BLOCK = 16, 6
-IDS = torch.tensor([prompt(75)])
-PROMPT, CONTINUATION = IDS[:, :45], IDS[:, 45:]
+IDS = torch.tensor([prompt(59)])
+PROMPT, CONTINUATION = IDS[:, :37], IDS[:, 37:]
 SMALL: dict[str, Any] = {"window": 8}
 PRESETS: dict[str, dict[str, Any]] = {
     "random": {},
@@ -38,9 +39,7 @@ BLOCKWISE = [slug for slug in PRESETS if slug not in {"cake", "kvec", "d2o", "si
 
 @cache
 def model() -> PreTrainedModel:
-    made = tiny()
-    made.set_attn_implementation("kvbench")
-    return made
+    return prepare(tiny())
 
 
 @cache

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.pre_pass import pre_pass, rate_next
 from kvbench.engine.prefill import prefill
 from kvbench.policies.policy import Policy
@@ -26,9 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {"zipcache": {"gap": 10}, "gear": {"gap": 10,
 
 @cache
 def model() -> PreTrainedModel:
-    running = tiny(kv_heads=KV_HEADS, layers=LAYERS)
-    running.set_attn_implementation("kvbench")
-    return running
+    return prepare(tiny(kv_heads=KV_HEADS, layers=LAYERS))
 
 
 def built(slug: str, budget: float = BUDGET, **fields: Any) -> Policy:

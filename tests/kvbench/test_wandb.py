@@ -103,7 +103,9 @@ def test_a_sweep_is_one_offline_run_for_each_run_and_one_with_the_table(tmp_path
     cells = [small_cell(out, tiny_model, policy, budget, "engine.rows=1") for policy, budget in asked]
     node = {"_target_": TARGET, "project": "caches", "entity": "lab", "tags": ["a", "b"], "folder": str(out)}
     watch = make_watch(node, "mine")
-    watch.close([read_result(ending.folder) for ending in compute_runs(cells, watch) if ending.folder])
+    watch.close(
+        [read_result(cell.folder) for cell, error in zip(cells, compute_runs(cells, watch), strict=True) if not error]
+    )
     found = {one.config.get("run_id", one.run.display_name): one for one in stored(out)}
     assert set(found) == {*(cell.run_id for cell in cells), "sweep-mine"}
     for cell in cells:
@@ -274,11 +276,11 @@ def test_a_tracker_that_raises_is_one_warning_and_changes_nothing(
 ) -> None:
     broken = Broken(call, error)
     watch = Guarded(broken, "some")
-    (ending,) = compute_runs([small_cell(tmp_path, tiny_model)], watch)
+    cell = small_cell(tmp_path, tiny_model)
+    assert compute_runs([cell], watch) == [None]
     watch.close()
     watch.close()  # a second call does nothing
-    assert ending.error is None
-    assert len((ending.folder / "samples.jsonl").read_text().splitlines()) == 3
+    assert len((cell.folder / "samples.jsonl").read_text().splitlines()) == 3
     assert broken.calls == (CALLS if call == "never" else CALLS[: CALLS.index(call) + 1])
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == (call != "never")

@@ -12,6 +12,7 @@ from kv_models import prompt, tiny
 
 import kvbench
 from kvbench import KVCache, evaluate, generate, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.errors import ConfigError
 from kvbench.tools.diagnose import runs_of
 
@@ -89,9 +90,7 @@ CACHES: list[tuple[Callable[..., object], str]] = [
 
 
 def prepared(**sizes: int) -> Any:
-    made: Any = tiny(dtype=torch.float32, **sizes)
-    made.set_attn_implementation("kvbench")
-    return made
+    return prepare(tiny(dtype=torch.float32, **sizes))
 
 
 @pytest.mark.parametrize(("call", "sentence"), CACHES)

@@ -34,7 +34,6 @@ CALLS: dict[str, dict[str, Any]] = {  # where prompt tokens are evicted, where d
     "prompt": {"block": None, "decode": "evict"},
     "prompt, grow": {"block": None, "decode": "grow"},
     "blocks of 8": {"block": 8, "decode": "evict"},
-    "blocks of 32": {"block": 32, "decode": "evict"},
     "blocks of 8, evicting first": {"block": 8, "decode": "evict", "order": "evict_then_attend"},
     "prompt, evicting first": {"block": None, "decode": "evict", "order": "evict_then_attend"},
 }
@@ -63,7 +62,7 @@ def test_every_policy_keeps_the_tokens_of_the_slow_oracle(rules: Rules, calls: s
     assert_agrees(model_of(), replace(rules, budget=BUDGET, **CALLS[calls]), prompt(LONG))
 
 
-@pytest.mark.parametrize("rules", [BASES[4], BASES[6], WRAPPED[2], WRAPPED[7]], ids=lambda r: r.slug)
+@pytest.mark.parametrize("rules", [BASES[4], WRAPPED[7]], ids=lambda r: r.slug)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "llama"])
 def test_every_family_keeps_the_tokens_of_the_slow_oracle(family: str, rules: Rules) -> None:
     assert_agrees(model_of(family), replace(rules, budget=BUDGET, block=12), prompt(LONG))
@@ -75,9 +74,9 @@ def test_one_kv_head_and_as_many_as_query_heads_agree_too(kv_heads: int, rules: 
     assert_agrees(model_of(kv_heads=kv_heads), replace(rules, budget=BUDGET, block=8), prompt(LONG))
 
 
-@pytest.mark.parametrize("length", [3, BUDGET - 1, BUDGET, BUDGET + 1])
+@pytest.mark.parametrize("length", [3, BUDGET, BUDGET + 1])
 @pytest.mark.parametrize("block", [None, 8])
-@pytest.mark.parametrize("rules", [BASES[3], BASES[6], WRAPPED[1]], ids=lambda r: r.slug)
+@pytest.mark.parametrize("rules", [BASES[6], WRAPPED[1]], ids=lambda r: r.slug)
 def test_prompts_around_the_budget_agree(rules: Rules, block: int | None, length: int) -> None:
     assert_agrees(model_of(), replace(rules, budget=BUDGET, block=block), prompt(length))
 

@@ -8,6 +8,7 @@ from kv_models import prompt, tiny
 from kv_runs import run_greedy
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 
 WINDOW, BUDGET, LONG, STEPS = 8, 20, 48, 3
 
@@ -49,8 +50,7 @@ def test_a_cascade_never_holds_more_than_the_budget_and_one_prompt() -> None:
 
 
 def test_a_gated_prompt_passes_the_audit_before_anything_was_decoded() -> None:
-    model = tiny(layers=3)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny(layers=3))
     cache = KVCache(model.config, make_policy("cake", BUDGET, window=WINDOW, official_gate=True))
     with torch.no_grad():
         model(torch.tensor([prompt(BUDGET + 3)]), past_key_values=cache)

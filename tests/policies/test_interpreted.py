@@ -44,8 +44,8 @@ def decodes_in_kernels(interpret: Interpreter, case: str) -> None:
     same(interpret, slug, family=family, lengths=[48 - 3 * row for row in range(int(rows))], budget=budget)
 
 
-def test_h2o_keeps_the_same_tokens_with_its_weights_out_of_the_kernel(interpret: Interpreter) -> None:
-    same(interpret, "h2o", lengths=[24], budget=18)
+def test_the_parts_of_a_prompt_are_scored_by_their_own_queries_beside_the_kernels(interpret: Interpreter) -> None:
+    same(interpret, "fair_snapkv", lengths=[24], budget=14, fields={"window": 6}, parts=(0, 10))
 
 
 @pytest.mark.slow("interprets kernels")

@@ -22,11 +22,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kvbench.kernels import decode, query_sums
+from kvbench.kernels.group_codes import Ring
 from kvbench.kernels.references import NewTokens
 from kvbench.kernels.selection import kept_slots
 from kvbench.kernels.tiles import LITTLE
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.codec import Codec
+from kvbench.policies.stores.coding import Coding
+from kvbench.policies.stores.group_slots import form_of, group_step
+from kvbench.policies.stores.kivi import Kcvc, Kivi
+from kvbench.policies.stores.ott import Ott
 from kvbench.policies.stores.per_token import Fp8, Fp8PerTokenHead, Int4, Int8, Nvfp4
 from kvbench.policies.stores.token_codes import decode_step, encoded
 from kvbench.policies.stores.turboquant import TurboQuant
@@ -35,6 +40,9 @@ H_KV, G, T = 2, 4, 256
 BF16, FLOAT = torch.bfloat16, torch.float32
 CODES = Fp8(), Int8(), Int4(), Nvfp4(), TurboQuant()
 ALL_CODES = *CODES, Fp8PerTokenHead(), Int8(official=True), Int4(rotate=False), TurboQuant(3), TurboQuant(8)
+
+GROUPS = Kivi(), Kcvc()
+ALL_GROUPS = *GROUPS, Kivi(bits=4), Kivi(bits=8), Kivi(group=32, residual=32), Kcvc(bits=4), Ott(), Ott(bits=8)
 
 
 class Driver:
@@ -113,6 +121,23 @@ def decode_codes(store: Codec, dtype: torch.dtype, dim: int) -> None:
         decode_step(store, how["queries"], token, memory, (how["query_positions"], places), lengths, T, own)
 
 
+def decode_groups(codec: Coding, dtype: torch.dtype, dim: int) -> None:
+    """A decoding step over tokens in codes of groups, with and without a soft cap, a sliding window and sinks."""
+    how, memory, metadata = segments(dtype, dim), {}, torch.float32 if dtype == FLOAT else torch.float16
+    for side, start in enumerate(("keys", "values")):
+        form = form_of(codec, side, dim)
+        for name, shape in form.shapes.items():
+            width, own = -(-torch.Size(shape).numel() // form.tokens), torch.int32 if name == "words" else metadata
+            memory[f"{start} {name}"] = torch.zeros(H_KV * T, width, dtype=own)
+    exact, new = drawn(1, H_KV, codec.most_exact, dim, dtype=dtype), drawn(1, H_KV, 1, dim, dtype=dtype)
+    ring = Ring(exact, exact, torch.zeros(exact.shape[:3], dtype=torch.int32))
+    token, gone = NewTokens(new, new, torch.zeros(1, H_KV, dtype=torch.int64)), torch.zeros(1, H_KV, dtype=torch.int64)
+    places, lengths = (how["query_positions"], how["key_positions"]), (how["starts"], how["counts"])
+    params = AttentionParams(dim**-0.5)
+    for own in (params, params._replace(softcap=50.0, sliding_window=64, sinks=torch.zeros(1, H_KV * G))):
+        group_step(codec, how["queries"], token, gone, memory, ring, places, lengths, T, own)
+
+
 def selections() -> Iterator[tuple[str, Callable[[], object]]]:
     """Selections with and without base scores, for one count and for one of each head."""
     scores, protected = torch.zeros(1, H_KV, T), torch.zeros(1, H_KV, T, dtype=torch.bool)
@@ -132,6 +157,8 @@ def launches(everything: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"decode, {name}, {case}", partial(call, **how)
         for store in ALL_CODES if everything else CODES if wide else CODES[:1]:
             yield f"decode, {name}, {store}", partial(decode_codes, store, dtype, dim)
+        for codec in ALL_GROUPS if everything else GROUPS if wide else GROUPS[:1]:
+            yield f"decode, {name}, {codec}", partial(decode_groups, codec, dtype, dim)
         how = sums(dtype, dim, 128)
         yield f"column sums, {name}", partial(query_sums.column_sums, **how, aligned=True)
         if wide:

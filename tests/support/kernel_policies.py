@@ -10,6 +10,7 @@ from kv_models import CodePoints, prompt, tiny
 from kv_runs import run_greedy
 
 from kvbench import make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.kernels import tiles
@@ -22,14 +23,16 @@ def run(
     budget: int | None = 36,
     fields: dict[str, Any] | None = None,
     stored: bool = False,
+    parts: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Prompts of these lengths in one batch, five new tokens: `tokens`; `kept` positions of each head after each call.
 
-    `interpreted`: whether the kernels ran. stored: with `keys` and `values` of the last layer as well.
+    `interpreted`: whether the kernels ran. stored: with `keys` and `values` of the last layer as well. parts: where the
+    parts of the prompts begin.
     """
     model = tiny(family, dtype=torch.float32)
     prompts = [prompt(length, seed=row) for row, length in enumerate(lengths)]
-    done = run_greedy(model, prompts, make_policy(slug, budget, **(fields or {})), new_tokens=5)
+    done = run_greedy(model, prompts, make_policy(slug, budget, **(fields or {})), 5, parts=parts)
     assert done.cache is not None
     layer = done.cache.layers[-1]
     found = {"tokens": done.tokens, "kept": done.kept, "interpreted": tiles.INTERPRETED}
@@ -38,8 +41,7 @@ def run(
 
 def run_rows(slugs: Sequence[str], budgets: Sequence[int], lengths: Sequence[int]) -> dict[str, Any]:
     """Every prompt under every policy at every budget, decoded in one batch: `tokens` and `kept` by sequence."""
-    model = tiny("llama", dtype=torch.float32)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny("llama", dtype=torch.float32))
     policies = [make_policy(slug, budget, schedule="prompt") for slug in slugs for budget in budgets]
     rows, flight = [], DecodeBatch(model)
     for seed, length in enumerate(lengths):

@@ -2,10 +2,12 @@
 
 from functools import cache
 
-from kvbench import make_policy, preset_names
-from kvbench.config.presets import policy_config, store_of
+from kvbench import make_policy
+from kvbench.config.compose import read_all
+from kvbench.config.presets import store_of
 
 BUDGET = 40
+PRESETS = read_all("policy")
 
 
 def _complete(value: object) -> bool:
@@ -13,13 +15,13 @@ def _complete(value: object) -> bool:
     return all(map(_complete, value.values())) if isinstance(value, dict) else value != ""
 
 
-INCOMPLETE = ("kvpress", *(slug for slug in preset_names() if not _complete(policy_config(slug))))
+INCOMPLETE = ("kvpress", *(slug for slug, config in PRESETS.items() if not _complete(config)))
 """Presets that need a field: a file of importances or of filters, a press."""
 
 
 def stores() -> list[str]:
     """Presets that keep every token, in a store of their own."""
-    return [slug for slug in preset_names() if store_of(slug)]
+    return [slug for slug in PRESETS if store_of(slug)]
 
 
 @cache
@@ -33,19 +35,19 @@ def evicting() -> list[str]:
     """
     out = {"d2o_released", "duoattention", "finch_chunks", "pagedeviction", "simlayerkv", *protecting(), *reading()}
     out |= {slug for slug in INCOMPLETE if not slug.startswith("headkv")}
-    return [slug for slug in preset_names() if policy_config(slug).get("scorer") and slug not in out]
+    return [slug for slug, config in PRESETS.items() if config.get("scorer") and slug not in out]
 
 
 @cache
 def reading() -> list[str]:
     """Presets that read some of the tokens that they hold."""
-    return [slug for slug in preset_names() if policy_config(slug).get("reader")]
+    return [slug for slug, config in PRESETS.items() if config.get("reader")]
 
 
 @cache
 def protecting() -> list[str]:
     """Presets that keep all of a prompt, inside the budget."""
-    return [slug for slug in preset_names() if (policy_config(slug).get("schedule") or {}).get("protect") == "prompt"]
+    return [slug for slug, config in PRESETS.items() if (config.get("schedule") or {}).get("protect") == "prompt"]
 
 
 @cache

@@ -86,8 +86,10 @@ def noting(model: PreTrainedModel, note: Callable[[KVCache], None]) -> Iterator[
         handle.remove()
 
 
-def run_greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy: Policy, new_tokens: int) -> Run:
-    """Through kvbench's own loop."""
+def run_greedy(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy: Policy, new_tokens: int, **request: Any
+) -> Run:
+    """Through kvbench's own loop. request: further fields of every request."""
     model.set_attn_implementation("kvbench")
     run, calls = Run(), list[tuple[list[Kept], list[tuple[int, int]]]]()
     ids, mask = left_padded(prompts)
@@ -98,7 +100,7 @@ def run_greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy:
         calls.append((kept_now(cache), [(one.budgets.prompt, one.seen) for one in cache.sequences]))
 
     with noting(model, note):
-        how: dict[str, Any] = {"max_new_tokens": new_tokens, "encoder": CodePoints()}
+        how: dict[str, Any] = {"max_new_tokens": new_tokens, "encoder": CodePoints(), **request}
         question = [max(0, len(p) - QUESTION) for p in prompts]  # for policies that ask
         out = generate_tokens(model, ids, policy, attention_mask=mask, question=question, **how)
     run.tokens, run.cache = out.tokens, out.cache

@@ -17,7 +17,6 @@ import yaml
 from kvbench.config.compose import merge, read
 from kvbench.config.parts import build as built
 
-CONF = Path(__file__).parents[2] / "conf"
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 """Results of official code, recorded outside this repository."""
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import task_data
 from char_tokenizer import CharTokenizer
-from task_data import CONF, build
+from task_data import build
 
+from kvbench.config.compose import read_all
 from kvbench.tasks.hub import HubFile
 from kvbench.tasks.longbench.subsets import EXTENDED, PAPER_SETS
 from kvbench.tasks.longbench.task import LongBench, LongBenchSuite
 from kvbench.tasks.task import Tokenizer
 
-NAMES = sorted(str(path.relative_to(CONF / "task").with_suffix("")) for path in (CONF / "task").rglob("*.yaml"))
-
+NAMES = sorted(read_all("task"))
 
 # What a task needs to be built from invented files, by the start of its name.
 ESSAYS = [f"ruler/niah_{name}" for name in ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")]

@@ -19,7 +19,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from kvbench.config.parts import build
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, first_line
 from kvbench.models.files import ModelSpec, gguf_file
 from kvbench.models.gguf import dequantized
 from kvbench.models.loading import Checkpoint
@@ -58,8 +58,7 @@ def prompts_of(run: Result, count: int) -> Prompts:
     try:
         return Prompts(dict(_made(run, count)))
     except (UsageError, ValueError, TypeError, KeyError, ImportError, OSError, yaml.YAMLError) as error:
-        first = (str(error) or type(error).__name__).splitlines()[0]
-        return Prompts({}, f"Prompts are not shown, because they cannot be built again: {first}.")
+        return Prompts({}, f"Prompts are not shown, because they cannot be built again: {first_line(error)}.")
     finally:
         logging.disable(level)
 

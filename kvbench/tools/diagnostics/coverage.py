@@ -7,6 +7,7 @@ import torch
 from matplotlib.figure import Figure
 
 from kvbench.policies.policy import Policy
+from kvbench.policies.policy_checks import least_budget
 from kvbench.report.figures.style import INK, legend_below, looks_of
 from kvbench.tools.diagnostics.probe import Probe
 
@@ -27,9 +28,11 @@ def measure(probe: Probe) -> list[dict[str, object]]:
     Percent of distinct prompt tokens held anywhere at the end of the prompt, window included.
     """
     rows = [_row(probe, None, probe.policy.budget)]
-    if probe.policy.scorer is not None:
+    scorer = probe.policy.scorer
+    if scorer is not None:
+        least = least_budget(scorer, probe.policy.allocator)
         for rate in RATES:
-            budget = max(probe.policy.scorer.least_budget + 1, round((1 - rate) * probe.length))
+            budget = max(least + 1, round((1 - rate) * probe.length))
             rows.append(_row(probe.with_budget(budget), rate, budget))
     return rows
 

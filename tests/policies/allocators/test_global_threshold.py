@@ -8,6 +8,7 @@ from kv_models import left_padded, prompt, tiny
 from torch import Tensor
 
 from kvbench import make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.allocators.global_threshold import GlobalThreshold
 from kvbench.policies.policy import Policy
@@ -66,8 +67,7 @@ def joint(slug: str, **fields: object) -> Policy:
 
 def key_norms(ids: Tensor) -> Tensor:
     """[L,H_kv,T] of every token, as a full cache holds them."""
-    model = tiny(layers=3)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny(layers=3))
     full = generate_tokens(model, ids, make_policy("full"), max_new_tokens=1).cache
     return torch.stack([layer.keys[0].norm(dim=-1) for layer in full.layers if layer.keys is not None])
 
@@ -89,8 +89,7 @@ def test_layers_share_one_threshold() -> None:
 
 @pytest.mark.parametrize("decode", ["evict", "grow"])
 def test_the_total_holds_while_decoding(decode: str) -> None:
-    model = tiny(layers=3)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny(layers=3))
     done = generate_tokens(
         model, torch.tensor([prompt(50)]), joint("snapkv", window=4, decode=decode), max_new_tokens=5
     )

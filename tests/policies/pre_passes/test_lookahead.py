@@ -12,6 +12,7 @@ from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaFor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.cache.step import Step
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.engine.generate import Generation, generate_tokens
@@ -249,8 +250,7 @@ def test_wrong_combinations_are_one_sentence() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             make_policy(slug, budget, **fields)
-    model = tiny()
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny())
     with pytest.raises(ValueError, match="without its question"):
         generate_tokens(model, IDS, make_policy("laq", 64), max_new_tokens=1, context_tokens=20)
     with pytest.raises(ValueError, match="at least one more"):
@@ -258,8 +258,7 @@ def test_wrong_combinations_are_one_sentence() -> None:
 
 
 def test_tokens_over_a_stored_prompt_see_what_they_see_in_one_text_where_layers_share_keys() -> None:
-    model = tiny("gemma3n", dtype=torch.float32)
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny("gemma3n", dtype=torch.float32))
     base, full, stored = model.model, make_policy("full"), LENGTH - 3
     held = KVCache(model.config, full)
     with torch.inference_mode():

@@ -7,16 +7,14 @@ import pytest
 import torch
 from kv_crafted import Crafted, drawn
 from kv_models import prompt, tiny
-from kv_runs import bytes_held, run_greedy
+from kv_runs import bytes_held
 from torch import Tensor
 
 from kvbench import BudgetError, KVCache, make_policy
 from kvbench.cache.copies import fork
 from kvbench.cache.hook import prepare
 from kvbench.cache.views import nbytes_read, tokens_read
-from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
 from kvbench.engine.teacher_forcing import continuation_scores
 from kvbench.policies.policy import Policy
 
@@ -82,28 +80,6 @@ def test_bytes_read_and_held_as_worked_by_hand() -> None:
     assert read is not None
     assert nbytes_read(made.cache.sequence) == sum(read[0]) * 132 + 2 * 7 * 128
     assert made.cache.nbytes == bytes_held(made.cache.layers)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_sequences_read_equal_tokens_alone_and_in_batches(family: str) -> None:
-    model, prompts = prepare(tiny(family, layers=3)), [prompt(41), prompt(30, seed=1)]
-    policy = quest(first_layers=1)
-    batch = run_greedy(model, prompts, policy, 9)
-    rows = DecodeBatch(model)
-    found = [
-        rows.admit(Request(torch.tensor([ids]), max_new_tokens=9), [policy, make_policy("full"), quest(0.4)])
-        for ids in prompts
-    ]
-    while rows.in_flight:
-        rows.step()
-    for row, ids in enumerate(prompts):
-        alone = generate_tokens(model, torch.tensor([ids]), policy, max_new_tokens=9)
-        assert batch.tokens[row] == alone.tokens[0] == found[row][0].tokens
-        mine, its = found[row][0].cache, alone.cache
-        assert mine is not None
-        assert tokens_read(mine.sequence) == tokens_read(its.sequence)
-        assert (mine.nbytes, mine.peak_nbytes) == (its.nbytes, its.peak_nbytes)
-        assert found[row][2].error is None
 
 
 def test_copied_forced_and_asked_about_a_context_it_goes_on_as_it_would() -> None:

@@ -21,4 +21,4 @@ from kvbench.policies.scorers.d2o import HeavyAndRecent
     ids=str,
 )
 def test_the_recent_window(scorer: HeavyAndRecent, budget: int, recent: int) -> None:
-    assert scorer.protects(budget) == (4, recent)
+    assert scorer.protects(budget) == (4, recent, 1)

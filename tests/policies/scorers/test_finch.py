@@ -11,6 +11,7 @@ from kvpress_kept import FAMILIES, policy_keeps, press_keeps, presses, small
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.scorers.finch import Finch
 from kvbench.policies.selections.shares import Shares
@@ -21,9 +22,7 @@ IDS = torch.tensor([prompt(LENGTH)])
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    running = tiny()
-    running.set_attn_implementation("kvbench")
-    return running
+    return prepare(tiny())
 
 
 def test_a_query_counts_by_the_tokens_it_sees() -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvbench
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.cache.inputs import watch_inputs
 from kvbench.errors import ConfigError
 from kvbench.policies.policy import Policy
@@ -190,8 +191,7 @@ def test_the_recorded_targets_and_their_ridge_regression() -> None:
         case: Case = {name: torch.from_numpy(arrays[name]) for name in arrays.files} | {"kind": "llama"}
     first, last, repeat, end = case["spans"].tolist()
     targets = KVzapTargets((first, last), (repeat, end), share=0.0)
-    model = small(case)
-    model.set_attn_implementation("kvbench")
+    model = prepare(small(case))
     read_text(model, case["ids"], targets)
     for layer, moments in targets.found.items():
         x, y = (case[name][:, layer].double() for name in "Xy")

@@ -10,6 +10,7 @@ from kvpress_kept import kvzip_press_keeps
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.observation import SequenceInfo
 from kvbench.policies.pre_passes.repetition import Repetition
@@ -46,8 +47,7 @@ def test_a_pass_asks_for_a_chunk_behind_the_tokens_before_it() -> None:
 
 def test_a_decoded_token_stays_where_decoding_evicts() -> None:
     """It is in no repetition, and what a repetition looked at least goes first."""
-    model = tiny()
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny())
     policy = make_policy("kvzip", BUDGET, chunk=CHUNK, decode="evict")
     before, after = (
         kept(generate_tokens(model, torch.tensor([IDS]), policy, max_new_tokens=new, encoder=WORDS).cache)

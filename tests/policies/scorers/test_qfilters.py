@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.scorers.qfilters import QFilters
 from kvbench.tools.calibrate import main, q_filters
@@ -23,8 +24,7 @@ TEXTS = [torch.tensor(prompt(length, seed=length)) for length in (40, 25)]
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Filters of the tiny model: two layers, two KV heads of 8."""
-    running = tiny()
-    running.set_attn_implementation("kvbench")
+    running = prepare(tiny())
     path = tmp_path / "filters.safetensors"
     save_file({"q_filters": q_filters(running, TEXTS)}, path)
     return path
@@ -100,8 +100,7 @@ def test_what_is_no_file_of_filters_is_refused(tmp_path: Path, file: Path) -> No
     ):
         with pytest.raises(ValueError, match=sentence):
             make_policy("qfilters", 20, filters=given)
-    running = tiny(layers=3)
-    running.set_attn_implementation("kvbench")
+    running = prepare(tiny(layers=3))
     with pytest.raises(
         ValueError, match="has 2 layers, 2 KV heads of 8 and does not match the model: layer 2 has 2 KV heads"
     ):

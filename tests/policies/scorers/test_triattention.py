@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from kv_crafted import observed
-from kv_models import left_padded, prompt, tiny
+from kv_models import prompt, tiny
 from kv_runs import run_greedy
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 
-from kvbench import KVCache, make_policy
+from kvbench import make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.model_layer import Rotation
 from kvbench.policies.policy import Policy
@@ -28,9 +29,7 @@ HORIZON, LAYERS, QUERY_HEADS, KV_HEADS, DIM = 64, 2, 4, 2, 8
 
 
 def ready(family: str) -> PreTrainedModel:
-    model = tiny(family)
-    model.set_attn_implementation("kvbench")
-    return model
+    return prepare(tiny(family))
 
 
 @pytest.fixture
@@ -186,17 +185,6 @@ def test_a_sequence_keeps_equal_tokens_alone_and_in_a_padded_batch(saved: Callab
             alone = run_greedy(model, [ids], policy, 12)
             assert batch.tokens[row] == alone.tokens[0]
             assert batch.of_row(row)[-12:] == alone.of_row(0)[-12:]
-
-
-def test_rows_of_generate_come_out_as_each_alone(saved: Callable[..., str]) -> None:
-    model, policy = ready("llama"), make_policy("triattention", 16, stats=saved(), horizon=HORIZON, protect="none")
-    prompts = [prompt(30), prompt(21, seed=1)]
-    how = {"max_new_tokens": 8, "do_sample": False}
-    ids, mask = left_padded(prompts)
-    got = model.generate(ids, attention_mask=mask, past_key_values=KVCache(model.config, policy), **how)
-    for row, one in zip(got[:, ids.shape[1] :], prompts, strict=True):
-        alone = model.generate(torch.tensor([one]), past_key_values=KVCache(model.config, policy), **how)
-        assert torch.equal(row, alone[0, len(one) :])
 
 
 def test_blocks_evict_by_the_tokens_seen_so_far(saved: Callable[..., str]) -> None:

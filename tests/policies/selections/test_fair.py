@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.selections.fair import Fair
@@ -98,8 +99,7 @@ def test_the_share_of_a_part_is_exact_with_every_protection(slug: str) -> None:
 
 
 def test_decoding_keeps_the_shares() -> None:
-    model = tiny()
-    model.set_attn_implementation("kvbench")
+    model = prepare(tiny())
     policy = make_policy("fair_snapkv", 30, decode="evict", window=8)
     run = generate_tokens(model, torch.tensor([prompt(60)]), policy, max_new_tokens=10, parts=(0, 20))
     assert isinstance(run.cache, KVCache)

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 from kvbench.policies.stores.think import ThinK
 
 
@@ -85,8 +86,7 @@ def test_logits_are_those_of_kvpress_which_writes_zeros(family: str) -> None:
         with kvpress.ThinKPress(key_channel_compression_ratio=0.5, window_size=16)(model):
             model(ids[:, :60], past_key_values=cache, cache_position=torch.arange(60))  # which presses ask for
         theirs = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(60, 63)]
-        model = tiny(family, dtype=torch.float32)
-        model.set_attn_implementation("kvbench")
+        model = prepare(tiny(family, dtype=torch.float32))
         held = KVCache(model.config, policy)
         model(ids[:, :60], past_key_values=held)
         ours = [model(ids[:, t : t + 1], past_key_values=held).logits for t in range(60, 63)]

@@ -1,4 +1,4 @@
-"""Parts of somebody's own: a scorer, an allocator, a store, and a benchmark with a task. Nothing of kvbench names them.
+"""Parts of somebody's own: a scorer, a value, an allocator, a store, and a benchmark. Nothing of kvbench names them.
 
 The tests copy this folder somewhere else and use it from there.
 """
@@ -6,6 +6,7 @@ The tests copy this folder somewhere else and use it from there.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from kvbench.policies.needs import Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.stores.codec import Codec
+from kvbench.policies.values.caote import Caote
 from kvbench.tasks.predictions import Line, text
 from kvbench.tasks.task import Example, Scored, Task, Tokenizer
 
@@ -37,6 +39,11 @@ class ValueNorm(Scorer):
 
 
 @dataclass(frozen=True)
+class Loud(Caote):
+    """CAOTE by another name."""
+
+
+@dataclass(frozen=True)
 class FirstMore(Allocator):
     """The first layer gets `extra` slots more than its share, the last layer as many less."""
 
@@ -53,7 +60,13 @@ class FirstMore(Allocator):
 
 @dataclass(frozen=True)
 class Half(Codec):
-    """Keys and values in float16, once the prompt is complete and evicted."""
+    """Keys and values in float16, once the prompt is complete and evicted; its settings are for show."""
+
+    slug_letters: ClassVar[Mapping[str, str]] = {"w": "width", "s": "share", "at": "places"}
+
+    width: int = 4
+    share: float = 0.5
+    places: tuple[int, ...] = ()
 
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
         return {"codes": x.half()}

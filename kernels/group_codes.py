@@ -1,0 +1,262 @@
+# ruff: noqa: N803, N806 - in kernels, sizes have their names in shapes
+"""One decoding step over tokens that are coded in groups, with the newest tokens exact in a ring.
+
+Every KV head of every sequence has a segment of slots for its coded tokens, as in `decode_attention_flat`; a group of U
+tokens has its numbers in the slots of its tokens. The ring has fixed addresses: a new token displaces the oldest one,
+whose value `append_groups` encodes, if values are coded token by token. One launch of `decode_groups` attends to codes
+and ring, and `join` joins its parts. Lengths are on the device, so that CUDA graphs can record both.
+
+Shapes: B batch, H KV heads, G query heads per KV head, N flat slots of all segments, E places of a ring, U numbers of a
+group, W int32 words of a group, D head dim.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.code_formats import nearest
+from kvbench.kernels.decode import SLOTS_A_PART
+from kvbench.kernels.join import join
+from kvbench.kernels.quantized import Codes, channels, coded, layouts, places, scaled, tiles
+from kvbench.kernels.references import NewTokens
+from kvbench.kernels.tiles import (
+    Rule,
+    View,
+    at_head,
+    attend,
+    capped,
+    fit_heads,
+    jit,
+    next_power_of_two,
+    parts_of,
+    programs_at_once,
+    require_triton,
+    rule_of,
+    slots_of_a_part,
+    store_part,
+    tl,
+    view,
+    with_sinks,
+)
+
+
+class FlatCodes(NamedTuple):
+    """Codes of keys or values of D numbers in flat slots, x = code * scale + minimum: words [N,.] int32, scale [N,.].
+
+    Per channel: groups of `unit` tokens; the words [D,W], scales [D] and minima [D] of a group fill the slots of its
+    tokens. Per token (`per_token`): groups of `unit` channels, words [D/U,W], scale and minimum [D/U] in each slot.
+    """
+
+    words: Tensor
+    scale: Tensor
+    minimum: Tensor
+    bits: int
+    unit: int
+    per_token: bool
+    dim: int
+
+    @property
+    def views(self) -> Codes:
+        """The codes as arguments of a kernel: `row` is the stride of a group or token, `dim` that of a slot."""
+        tensors = (self.words, self.scale, self.minimum)
+        entry = 1 if self.per_token else self.unit
+        return Codes(*(View(x, 0, 0, entry * x.stride(0), x.stride(0)) for x in tensors))
+
+
+class Ring(NamedTuple):
+    """Exact keys [B,H,E,D] and values [B,H,E,D_v] at positions [B,H,E] int32, -1 = empty."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+
+
+@jit
+def _of_segment(codes: Codes, start: tl.tensor) -> Codes:
+    """The codes of a segment."""
+    words, scale, minimum = codes.words, codes.scale, codes.minimum
+    return Codes(
+        View(words.ptr + start * words.dim, 0, 0, words.row, 0),
+        View(scale.ptr + start * scale.dim, 0, 0, scale.row, 0),
+        View(minimum.ptr + start * minimum.dim, 0, 0, minimum.row, 0),
+    )
+
+
+@jit
+def _seen(place: tl.tensor, newest: tl.tensor, window: tl.tensor) -> tl.tensor:
+    """Whether the newest query sees tokens at some places."""
+    seen = (place >= 0) & (place <= newest)
+    if window is not None:
+        seen = seen & (place > newest - window)
+    return seen
+
+
+@partial(jit, varying=("each",))
+def _attend_groups(
+    q: View, q_pos_ptr: tl.tensor, k_pos_ptr: tl.tensor, starts_ptr: tl.tensor, counts_ptr: tl.tensor, keys: Codes,
+    values: Codes, ring_k: View, ring_v: View, ring_pos: View, sinks_ptr: tl.tensor, out_ptr: tl.tensor,
+    lse_ptr: tl.tensor, H: tl.tensor, E: tl.tensor, each: tl.tensor, rule: Rule, KEY: tl.constexpr,
+    VALUE: tl.constexpr, TOKENS: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: the ring of one KV head and its sinks (part 0), or the tokens of `each` words of its codes."""
+    row = tl.program_id(0).to(tl.int64)  # of B * H
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    start, count = tl.load(starts_ptr + row).to(tl.int64), tl.load(counts_ptr + row).to(tl.int32)
+    words = tl.cdiv(count, TOKENS.U) * TOKENS.WIDTH
+    begin = (part - 1) * each
+    heads = tl.arange(0, ROWS)
+    stored = (row * parts + part) * G + heads
+    if (part > 0) & (begin >= words):
+        tl.store(lse_ptr + stored, heads * 0.0 + float("-inf"), mask=heads < G)
+        return
+    newest = tl.load(q_pos_ptr + row // H).to(tl.int32)
+    dims, there = channels(VALUE)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, dims.shape[0]], tl.float32)
+
+    key_dims = tl.arange(0, KEY.BLOCK_D)
+    at = at_head(q, row * G, H * G) + heads[:, None] * q.head + key_dims[None, :] * q.dim
+    query = tl.load(at, mask=(heads < G)[:, None] & (key_dims < KEY.D)[None, :], other=0.0)
+    for step in range(tl.where(part == 0, tl.cdiv(E, TILE), 0)):
+        slots = step * TILE + tl.arange(0, TILE)
+        place = tl.load(at_head(ring_pos, row, H) + slots, mask=slots < E, other=-1)
+        seen = _seen(place, newest, rule.window)
+        own = slots.to(tl.int64)[:, None]
+        k = tl.load(
+            at_head(ring_k, row, H) + own * ring_k.row + key_dims[None, :],
+            mask=seen[:, None] & (key_dims < KEY.D)[None, :], other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            at_head(ring_v, row, H) + own * ring_v.row + dims[None, :], mask=seen[:, None] & there[None, :], other=0.0
+        )
+        logits = capped(tl.dot(query, tl.trans(k), input_precision="ieee") * rule.scale, rule.cap)
+        top, total, out = attend(tl.where(seen[None, :], logits, float("-inf")), v, top, total, out)
+    if sinks_ptr is not None:
+        top, total, out = with_sinks(top, total, out, sinks_ptr, row % H * G + heads, heads < G, part)
+
+    numbers = scaled(q, row, H, heads, rule.scale, KEY, G).to(PRODUCTS)
+    keys, values = _of_segment(keys, start), _of_segment(values, start)
+    steps = tl.cdiv(tl.minimum(begin + each, words) - begin, TOKENS.WORDS)
+    for step in range(tl.where(part == 0, 0, steps)):
+        first = begin + step * TOKENS.WORDS
+        tokens, placed = places(first, TOKENS.WORDS, TOKENS)
+        k = coded(keys, first, tokens, count, KEY, TOKENS.WORDS, PRODUCTS)
+        v = coded(values, first, tokens, count, VALUE, TOKENS.WORDS, PRODUCTS)
+        place = tl.load(k_pos_ptr + start + tokens, mask=placed & (tokens < count), other=-1)
+        seen = _seen(place, newest, rule.window)
+        if not VALUE.PER_TOKEN:
+            v = tl.trans(v)
+        logits = capped(tl.dot(numbers, k, input_precision="ieee"), rule.cap)
+        top, total, out = attend(tl.where(seen[None, :], logits, float("-inf")), v, top, total, out)
+    dims = tl.where(there, dims, VALUE.D)  # the padding of a group is not stored
+    store_part(out_ptr, lse_ptr, stored, heads < G, top, total, out, dims, VALUE.D)
+
+
+@torch.no_grad()
+def decode_groups(
+    queries: Tensor, keys: FlatCodes, values: FlatCodes, ring: Ring, query_positions: Tensor, key_positions: Tensor,
+    starts: Tensor, counts: Tensor, most: int, scaling: float, softcap: float | None = None,
+    sliding_window: int | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention [B,H_q,1,D_v] of the newest queries [B,H_q,1,D] over segments of codes and the tokens of the ring.
+
+    key_positions [N] int32, -1: not read from codes. Keys are coded per channel. starts, counts [B,H]; `most` bounds
+    the counts. Other arguments as in `decode_attention_flat`. Raises ValueError without Triton.
+    """
+    require_triton("decode_groups", queries.device)
+    fit_heads("decode_groups", keys.dim, values.dim)
+    (batch, query_heads), heads, kept = queries.shape[:2], starts.shape[1], queries.dtype
+    if not queries.is_cuda and kept == torch.bfloat16:  # the interpreter multiplies bit patterns
+        queries, ring = queries.float(), Ring(ring.keys.float(), ring.values.float(), ring.positions)
+    queries = queries if queries.stride(-1) == 1 else queries.contiguous()
+    how: dict[str, Any] = tiles(keys.dim, values.dim, queries.dtype)
+    most_tokens = 16 if how["PRODUCTS"] == tl.float32 else 512 // max(4, keys.bits)  # more would spill
+    tokens = min(how.pop("tokens"), most_tokens)
+    key, value, order = layouts(_form(keys), _form(values), (keys.dim, values.dim), tokens)
+    group, whole, pairs = query_heads // heads, -(-most // order.U) * order.WIDTH, batch * heads
+    bits = order.BITS if keys.unit else 32
+    each = slots_of_a_part(
+        pairs, whole, order.WORDS, programs_at_once(queries.device), max(order.WORDS, SLOTS_A_PART * bits // 32)
+    )
+    part_out, part_lse = parts_of(queries, parts := 1 + -(-whole // each), heads, values.dim)
+    with torch.cuda.device_of(queries):
+        _attend_groups[pairs, parts](
+            view(queries), query_positions.contiguous(), key_positions, starts.contiguous(), counts.contiguous(),
+            keys.views, values.views, view(ring.keys), view(ring.values), view(ring.positions), sinks, part_out,
+            part_lse, heads, ring.positions.shape[-1], each, rule_of(scaling, softcap, sliding_window), KEY=key,
+            VALUE=value, TOKENS=order, G=group, ROWS=max(16, next_power_of_two(group)),
+            TILE=32 if how["PRODUCTS"] == tl.float16 else 16, **how,
+        )  # fmt: skip
+        return join(part_out, part_lse, queries, heads, parts, 1)[0].to(kept)
+
+
+def _form(codes: FlatCodes) -> tuple[int, int, bool]:
+    return codes.bits, codes.unit, codes.per_token
+
+
+@jit
+def _append_groups(
+    new_k: View, new_v: View, ring_k: View, ring_v: View, starts_ptr: tl.tensor, places_ptr: tl.tensor,
+    gone_ptr: tl.tensor, values: Codes, H: tl.tensor, VALUE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: the new key of a KV head, or its new value after the value that it displaces."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(places_ptr + row).to(tl.int64)
+    dims = tl.arange(0, BLOCK)
+    if tl.program_id(1) == 0:
+        k = tl.load(at_head(new_k, row, H) + dims * new_k.dim, mask=dims < D)
+        tl.store(at_head(ring_k, row, H) + place * ring_k.row + dims, k, mask=dims < D)
+    else:
+        at = at_head(ring_v, row, H) + place * ring_v.row
+        if VALUE.PER_TOKEN:
+            PER_WORD: tl.constexpr = 32 // VALUE.BITS
+            WIDTH: tl.constexpr = VALUE.WIDTH
+            gone = tl.load(gone_ptr + row).to(tl.int64)
+            start = tl.load(starts_ptr + row).to(tl.int64)
+            group, number = tl.arange(0, GROUPS), tl.arange(0, WIDTH * PER_WORD)
+            exists = (group * VALUE.U < VALUE.D) & (gone + group * 0 >= 0)
+            inside = exists[:, None] & (number < VALUE.U)[None, :]
+            x = tl.load(at + group[:, None] * VALUE.U + number[None, :], mask=inside, other=0.0).to(tl.float32)
+            low = tl.where(exists, tl.min(tl.where(inside, x, float("inf")), 1), 0.0)
+            high = tl.where(exists, tl.max(tl.where(inside, x, float("-inf")), 1), 0.0)
+            LEVELS: tl.constexpr = (1 << VALUE.BITS) - 1
+            held_in = values.scale.ptr.dtype.element_ty  # type: ignore[attr-defined]
+            scale = tl.math.div_rn(high - low, LEVELS + low * 0).to(held_in)
+            low = low.to(held_in)
+            step = scale.to(tl.float32)[:, None] + x * 0
+            step = tl.where(step == 0, float("inf"), step)
+            codes = nearest(tl.math.div_rn(x - low.to(tl.float32)[:, None], step))
+            codes = tl.where(inside, tl.minimum(tl.maximum(codes, 0.0), LEVELS), 0.0).to(tl.int32)
+            codes = tl.reshape(codes, (GROUPS, WIDTH, PER_WORD))
+            packed = tl.sum(codes << (tl.arange(0, PER_WORD) * VALUE.BITS)[None, None, :], 2)
+            word, slot = tl.arange(0, WIDTH), start + gone
+            own = values.words.ptr + slot * values.words.dim + group[:, None] * VALUE.W + word[None, :]
+            tl.store(own, packed, mask=exists[:, None] & (word < VALUE.W)[None, :])
+            tl.store(values.scale.ptr + slot * values.scale.dim + group, scale, mask=exists)
+            tl.store(values.minimum.ptr + slot * values.minimum.dim + group, low, mask=exists)
+        v = tl.load(at_head(new_v, row, H) + dims * new_v.dim, mask=dims < VALUE.D)
+        tl.store(at + dims, v, mask=dims < VALUE.D)
+
+
+def append_groups(values: FlatCodes, ring: Ring, starts: Tensor, new_tokens: NewTokens, gone: Tensor) -> None:
+    """Write new tokens [B,H,1,D] to their places [B,H] of the ring, in place.
+
+    gone [B,H]: the slots of their segments at `starts` [B,H] for the displaced values, which are encoded; -1: none.
+    """
+    require_triton("append_groups", starts.device)
+    dims = ring.keys.shape[-1], values.dim
+    key = (values.bits, values.unit, False)  # only values are coded here
+    layout = layouts(key, _form(values), dims, 32)[1]
+    with torch.cuda.device_of(starts):
+        _append_groups[starts.numel(), 2](
+            view(new_tokens.keys), view(new_tokens.values), view(ring.keys), view(ring.values), starts.contiguous(),
+            new_tokens.slots.contiguous(), gone.contiguous(), values.views, starts.shape[1], VALUE=layout, D=dims[0],
+            BLOCK=next_power_of_two(max(dims)), GROUPS=next_power_of_two(-(-values.dim // values.unit)), num_warps=1,
+        )  # fmt: skip
