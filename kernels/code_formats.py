@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.tiles import INTERPRETED, View, at_head, jit, next_power_of_two, tl
+from kvbench.kernels.tiles import INTERPRETED, View, jit, next_power_of_two, tl
 
 
 class Format(NamedTuple):
@@ -295,15 +295,31 @@ def _store_codes(ptr: tl.tensor, codes: tl.tensor, BITS: tl.constexpr, HOW: tl.c
 
 
 @jit
+def rotated(ptr: tl.tensor, stride: tl.tensor, rotation: View, D: tl.constexpr, BLOCK_D: tl.constexpr) -> tl.tensor:
+    """A vector x of D numbers times a matrix [D,D]: sum_i x_i M_(i,j), float32 [BLOCK_D]; or x itself, without one."""
+    dims = tl.arange(0, BLOCK_D)
+    if rotation is None:
+        found = tl.load(ptr + dims * stride, mask=dims < D, other=0.0).to(tl.float32)
+    else:
+        PART: tl.constexpr = min(BLOCK_D, 32)
+        found = dims * 0.0
+        for first in tl.static_range(0, BLOCK_D, PART):
+            some = first + tl.arange(0, PART)
+            x = tl.load(ptr + some * stride, mask=some < D, other=0.0).to(tl.float32)
+            at = rotation.ptr + some[None, :] * rotation.row + dims[:, None] * rotation.dim
+            matrix = tl.load(at, mask=(some < D)[None, :] & (dims < D)[:, None], other=0.0)
+            found += tl.sum(matrix * x[None, :], 1)
+    return found
+
+
+@jit
 def encode(
-    new: View, codes_ptr: tl.tensor, scale_ptr: tl.tensor, table_ptr: tl.tensor, factor: tl.tensor, row: tl.tensor,
-    H: tl.tensor, place: tl.tensor, HOW: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
-    TRUNCATED: tl.constexpr,
+    x: tl.tensor, codes_ptr: tl.tensor, scale_ptr: tl.tensor, table_ptr: tl.tensor, factor: tl.tensor,
+    place: tl.tensor, HOW: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr, TRUNCATED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Encode the new vector of KV head `row` into flat slot `place`."""
+    """Encode a new vector, float32 [BLOCK_D] and 0 behind its D numbers, into flat slot `place`."""
     dims = tl.arange(0, HOW.BLOCK_D)
     there = dims < HOW.D
-    x = tl.load(at_head(new, row, H) + dims * new.dim, mask=there, other=0.0).to(tl.float32)
     codes_ptr += place * HOW.BYTES
     scale_ptr += place * HOW.SCALES
     if HOW.KIND == "e4m3" or HOW.KIND == "integer":

@@ -1,4 +1,4 @@
-# ruff: noqa: N803 - in kernels, sizes have their names in shapes
+# ruff: noqa: N803, N806 - in kernels, sizes have their names in shapes
 """Attention of the newest queries over the stored slots, and the statistics that evictions need, in one pass.
 
 The slots of every KV head are split over programs (flash-decoding, Dao et al. 2023); a second launch joins the parts,
@@ -139,9 +139,10 @@ def _attend(
 @partial(jit, varying=("T", "each", "parts"))
 def _join(
     parts_ptr: tl.tensor, parts_lse_ptr: tl.tensor, counts_ptr: tl.tensor, out_ptr: tl.tensor, lse_ptr: tl.tensor,
-    T: tl.tensor, each: tl.tensor, parts: tl.tensor, D_V: tl.constexpr, BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr,
+    T: tl.tensor, each: tl.tensor, parts: tl.tensor, rotation: View, D_V: tl.constexpr, BLOCK_V: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: one query row of one KV head, joined from the parts of the head."""
+    """One program: one query row of one KV head, joined from the parts of the head, times `rotation`, if any."""
     kv_row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     row = tl.program_id(1)
     count = T
@@ -167,7 +168,17 @@ def _join(
     whole = tl.where(total > 0, total, 1.0)
     place = kv_row * rows + row
     tl.store(lse_ptr + place + tl.arange(0, 1), tl.where(total > 0, top + tl.log(whole), float("-inf")))
-    tl.store(out_ptr + place * D_V + dims, (out / whole).to(out_ptr.dtype.element_ty), mask=dims < D_V)
+    out = out / whole
+    if rotation is None:
+        tl.store(out_ptr + place * D_V + dims, out.to(out_ptr.dtype.element_ty), mask=dims < D_V)
+    else:
+        PART: tl.constexpr = min(BLOCK_V, 32)
+        for first in tl.static_range(0, BLOCK_V, PART):
+            some = first + tl.arange(0, PART)
+            at = rotation.ptr + dims[None, :] * rotation.row + some[:, None] * rotation.dim
+            matrix = tl.load(at, mask=(dims < D_V)[None, :] & (some < D_V)[:, None], other=0.0)
+            turned = tl.sum(matrix * out[None, :], 1).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + place * D_V + some, turned, mask=some < D_V)
 
 
 @partial(jit, varying=("T",))
@@ -223,22 +234,25 @@ def tiles(rows: int, dim: int, value_dim: int, dtype: torch.dtype, placed: bool)
 
 
 def join(
-    part_out: Tensor, part_lse: Tensor, like: Tensor, heads: int, slots: int, each: int, counts: Tensor | None = None
+    part_out: Tensor, part_lse: Tensor, like: Tensor, heads: int, slots: int, each: int, counts: Tensor | None = None,
+    rotation: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [B,H_q,M,D_v] and natural log-sum-exp [B,H_q,M] from parts [R,S,G*M,D_v] and their log-sum-exp [R,S,G*M].
 
     like [B,H_q,M,D]: the queries. Part s of a KV head has its slots s * each to (s + 1) * each. The number of slots is
-    counts [B,H_kv] or, without counts, `slots`; parts beyond it are not read. A single part is the result.
+    counts [B,H_kv] or, without counts, `slots`; parts beyond it are not read. A single part is the result. rotation
+    [D_v,D_v]: by which the output is multiplied. dtype: of the output, by default that of the queries.
     """
     (batch, query_heads, new), value_dim = like.shape[:3], part_out.shape[-1]
-    if part_out.shape[1] == 1:
+    if part_out.shape[1] == 1 and rotation is None:
         return part_out.view(batch, query_heads, new, value_dim), part_lse.view(batch, query_heads, new)
-    out = like.new_empty(batch, query_heads, new, value_dim)
+    out = like.new_empty(batch, query_heads, new, value_dim, dtype=dtype or like.dtype)
     log_sum_exp = like.new_empty(batch, query_heads, new, dtype=torch.float32)
     block = max(16, next_power_of_two(value_dim))
     _join[batch * heads, query_heads // heads * new](
-        part_out, part_lse, counts, out, log_sum_exp, slots, each, part_out.shape[1], D_V=value_dim,
-        BLOCK_V=block, AT_ONCE=max(1, 4096 // block),
+        part_out, part_lse, counts, out, log_sum_exp, slots, each, part_out.shape[1],
+        None if rotation is None else View(rotation, 0, 0, *rotation.stride()), D_V=value_dim, BLOCK_V=block,
+        AT_ONCE=max(1, 4096 // block),
     )  # fmt: skip
     return out, log_sum_exp
 

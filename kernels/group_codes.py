@@ -175,7 +175,8 @@ def decode_groups(
         queries, ring = queries.float(), Ring(ring.keys.float(), ring.values.float(), ring.positions)
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
     how: dict[str, Any] = tiles(keys.dim, values.dim, queries.dtype)
-    tokens = min(how.pop("tokens"), 16 if how["PRODUCTS"] == tl.float32 else 128)  # more would spill
+    most_tokens = 16 if how["PRODUCTS"] == tl.float32 else 512 // max(4, keys.bits)  # more would spill
+    tokens = min(how.pop("tokens"), most_tokens)
     key, value, order = layouts(_form(keys), _form(values), (keys.dim, values.dim), tokens)
     group, whole, pairs = query_heads // heads, -(-most // order.U) * order.WIDTH, batch * heads
     bits = order.BITS if keys.unit else 32

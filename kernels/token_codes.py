@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.kernels.code_formats import Coded, encode, numbers_of, table_words
+from kvbench.kernels.code_formats import Coded, encode, numbers_of, rotated, table_words
 from kvbench.kernels.decode import SLOTS_A_PART, join
 from kvbench.kernels.references import NewTokens
 from kvbench.kernels.tiles import (
@@ -114,12 +114,13 @@ def decode_codes(
     queries: Tensor, keys: Coded, values: Coded, query_positions: Tensor, key_positions: Tensor | None, starts: Tensor,
     counts: Tensor, most: int, scaling: float, new_tokens: NewTokens, softcap: float | None = None,
     sliding_window: int | None = None, sinks: Tensor | None = None, dtype: torch.dtype | None = None,
+    rotation: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention [B,H_q,1,D] of the newest queries over segments of codes: `decode_attention_flat` on codes.
 
     key_positions [N], None: slots of a segment are positions. new_tokens: the exact tokens of this step, whose slots
-    [B,H] (-1: none) are not read from codes. dtype: of the model, if queries are wider. Raises ValueError without
-    Triton.
+    [B,H] (-1: none) are not read from codes. dtype: of the model, if queries are wider. rotation [D,D]: by which the
+    output is multiplied. Raises ValueError without Triton.
     """
     require_triton("decode_codes", queries.device)
     fit_heads("decode_codes", keys.dim, values.dim)
@@ -144,35 +145,68 @@ def decode_codes(
             rule.cap, rule.window, keys.factor, values.factor, KEY=key, VALUE=value, G=group,
             ROWS=max(16, next_power_of_two(group)), **sizes,
         )  # fmt: skip
-        return join(part_out, part_lse, queries, heads, most, each, counts)[0]
+        return join(part_out, part_lse, queries, heads, most, each, counts, rotation, dtype)[0]
+
+
+@jit
+def _store(ptr: tl.tensor, head: tl.tensor, x: tl.tensor, rotation: View, HOW: tl.constexpr) -> None:
+    """Store the rotated vector of a head."""
+    if rotation is not None:
+        dims = tl.arange(0, HOW.BLOCK_D)
+        tl.store(ptr + head * HOW.D + dims, x, mask=dims < HOW.D)
 
 
 @jit
 def _append_codes(
     starts_ptr: tl.tensor, slots_ptr: tl.tensor, new_k: View, new_v: View, k_codes: tl.tensor, k_scale: tl.tensor,
     k_table: tl.tensor, v_codes: tl.tensor, v_scale: tl.tensor, v_table: tl.tensor, H: tl.tensor, k_factor: tl.tensor,
-    v_factor: tl.tensor, KEY: tl.constexpr, VALUE: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
-    TRUNCATED: tl.constexpr,
+    v_factor: tl.tensor, queries: View, rotation: View, rotated_ptr: tl.tensor, KEY: tl.constexpr, VALUE: tl.constexpr,
+    G: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr, TRUNCATED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: the new key, or value, of one KV head."""
-    row = tl.program_id(0).to(tl.int64)
+    """One program: the new key, or value, of one KV head; or, with a rotation, one of its queries.
+
+    Rotated vectors are stored too, those of all heads of a sequence one after another: queries, keys, values.
+    """
+    row, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.load(starts_ptr + row).to(tl.int64) + tl.load(slots_ptr + row).to(tl.int64)
-    if tl.program_id(1) == 0:
-        encode(new_k, k_codes, k_scale, k_table, k_factor, row, H, place, KEY, LEAST, LEVELS, TRUNCATED)
+    first = rotated_ptr + row // H * H * (G + 2) * KEY.D  # with a rotation, keys and values are of one size
+    if which == 0:
+        k = rotated(at_head(new_k, row, H), new_k.dim, rotation, KEY.D, KEY.BLOCK_D)
+        encode(k, k_codes, k_scale, k_table, k_factor, place, KEY, LEAST, LEVELS, TRUNCATED)
+        _store(first, H * G + row % H, k, rotation, KEY)
+    elif which == 1:
+        v = rotated(at_head(new_v, row, H), new_v.dim, rotation, VALUE.D, VALUE.BLOCK_D)
+        encode(v, v_codes, v_scale, v_table, v_factor, place, VALUE, LEAST, LEVELS, TRUNCATED)
+        _store(first, H * G + H + row % H, v, rotation, VALUE)
     else:
-        encode(new_v, v_codes, v_scale, v_table, v_factor, row, H, place, VALUE, LEAST, LEVELS, TRUNCATED)
+        head = row % H * G + which - 2
+        at = queries.ptr + row // H * queries.batch + head * queries.head
+        _store(first, head, rotated(at, queries.dim, rotation, KEY.D, KEY.BLOCK_D), rotation, KEY)
 
 
-def append_codes(keys: Coded, values: Coded, starts: Tensor, new_tokens: NewTokens) -> None:
-    """Encode new tokens [B,H,1,D] into their slots [B,H] of segments at `starts` [B,H], in place."""
+def append_codes(
+    keys: Coded, values: Coded, starts: Tensor, new_tokens: NewTokens, queries: Tensor, rotation: Tensor | None = None
+) -> tuple[Tensor, NewTokens]:  # fmt: skip
+    """Encode new tokens [B,H,1,D] into their slots [B,H] of segments at `starts` [B,H], in place.
+
+    rotation [D,D]: by which tokens are multiplied before, and queries [B,H_q,1,D] too. Returns queries and tokens after
+    it, in float32.
+    """
     require_triton("append_codes", starts.device)
-    tokens = [new_tokens.keys, new_tokens.values]
+    tokens, (batch, heads), form = [queries, new_tokens.keys, new_tokens.values], starts.shape, keys.format
+    group = queries.shape[1] // heads
+    whole = queries.new_empty(batch, heads * (group + 2), 1, keys.dim, dtype=torch.float32)
     if not starts.is_cuda:
         tokens = [x.float() for x in tokens]
-    form = keys.format
+    asked, *new = map(view, tokens)
+    matrix = None if rotation is None else View(rotation, 0, 0, *rotation.stride())
     with torch.cuda.device_of(starts):
-        _append_codes[starts.numel(), 2](
-            starts.contiguous(), new_tokens.slots.contiguous(), *map(view, tokens), *keys.memory,
-            *values.memory, starts.shape[1], keys.factor, values.factor, KEY=keys.layout, VALUE=values.layout,
-            LEAST=form.least, LEVELS=form.levels, TRUNCATED=form.truncated, num_warps=1,
+        _append_codes[starts.numel(), 2 if rotation is None else 2 + group](
+            starts.contiguous(), new_tokens.slots.contiguous(), *new, *keys.memory, *values.memory, heads, keys.factor,
+            values.factor, asked, matrix, whole, KEY=keys.layout, VALUE=values.layout, G=group, LEAST=form.least,
+            LEVELS=form.levels, TRUNCATED=form.truncated, num_warps=1 if rotation is None else 4,
         )  # fmt: skip
+    if rotation is None:
+        return queries, new_tokens
+    wide, k, v = whole.split([heads * group, heads, heads], dim=1)
+    return wide, NewTokens(k, v, new_tokens.slots)

@@ -197,16 +197,15 @@ def decode_step(
     if write and not codec.encodes:
         _append(codec, memory, new, segments[0])
     wide, dtype = queries, queries.dtype
-    if rotation is not None:
+    if write and codec.encodes:
+        wide, new = append_codes(keys, values, segments[0], new, queries, rotation)
+    elif rotation is not None:
         wide, *tokens = rotated(rotation, queries, new.keys, new.values)
         new = new._replace(keys=tokens[0], values=tokens[1])
-    if write and codec.encodes:
-        append_codes(keys, values, segments[0], new)
-    out = decode_codes(
+    return decode_codes(
         wide, keys, values, *places, *segments, most, how.scaling, new, how.softcap, how.sliding_window,
-        how.layer_sinks, dtype,
+        how.layer_sinks, dtype, None if rotation is None else rotation.mT,
     )  # fmt: skip
-    return (out if rotation is None else out @ rotation.mT).to(dtype)
 
 
 def decode_step_ref(
