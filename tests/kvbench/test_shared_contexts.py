@@ -12,6 +12,7 @@ import pytest
 import torch
 from parameters import few_fast
 from shared_context_files import ROWS, write
+from small_cells import HOW
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kvbench
@@ -24,7 +25,6 @@ from kvbench.tasks.task import PlainTokenizer
 from kvbench.tools.diagnose import runs_of
 
 POCKET = Path(kvbench.__file__).parent / "pocket"
-HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
 NEW, BUDGET, CONTEXTS, TURNS = 6, 40, 2, 3
 MODES = ("multi_turn", "scdq", "own")
 Line = dict[str, Any]
