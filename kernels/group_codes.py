@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.code_formats import nearest
-from kvbench.kernels.decode import SLOTS_A_PART, join
+from kvbench.kernels.decode import SLOTS_A_PART
+from kvbench.kernels.join import join
 from kvbench.kernels.quantized import Codes, channels, coded, layouts, places, scaled, tiles
 from kvbench.kernels.references import NewTokens
 from kvbench.kernels.tiles import (

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.decode import decode_attention, join
+from kvbench.kernels.decode import decode_attention
+from kvbench.kernels.join import join
 from kvbench.kernels.references import Attention
 from kvbench.kernels.tiles import (
     Rule,

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.code_formats import Coded, encode, numbers_of, rotated, table_words
-from kvbench.kernels.decode import SLOTS_A_PART, join
+from kvbench.kernels.decode import SLOTS_A_PART
+from kvbench.kernels.join import join
 from kvbench.kernels.references import NewTokens
 from kvbench.kernels.tiles import (
     View,

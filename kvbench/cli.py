@@ -16,12 +16,14 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config.compose import CONF, load, names
+from kvbench.config.compose import CONF, load, names, refuse_unused
 from kvbench.errors import ConfigError, UsageError, unknown
 from kvbench.terminal.command import Commands, command, our_version, program, quiet, share_cores, write_message
 from kvbench.terminal.escapes import unescaped
 
 COMPLETE = "_KVBENCH_COMPLETE"
+PARTS = ("model", "policy", "task")
+"""The groups of which a run has one each."""
 
 
 def _fields() -> str:
@@ -122,8 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0][:1] not in ("-", "+", "~") and "=" not in words[0]:
         raise unknown("command", words[0], list(COMMANDS.places))
     for word in words:
-        if "=" in word:
-            _refuse_unused(*word.lstrip("+").partition("=")[::2])
+        _check_word(word)
     before, sys.argv = sys.argv, ["kvbench", *map(unescaped, words)]
     try:
         app()
@@ -134,16 +135,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _refuse_unused(key: str, value: str) -> None:
-    """Refuse groups without a name, and settings with which Hydra would leave empty files beside those in `out`."""
-    if key in ("model", "policy", "task") and value[:1] in ("", "[", "{"):
-        raise ConfigError(key, value, f"a name, or names for a sweep (-m {key}=a,b)")
-    if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir"):
-        raise ConfigError(key, value, why="has no effect: results are in the folder out=, with their configurations")
-    if key == "hydra.job.chdir" and value.lower() != "false":
-        raise ConfigError(key, value, why="has no effect: relative paths belong to the folder of the command")
-    if key in ("hydra/job_logging", "hydra/hydra_logging") and value not in ("none", "disabled", "stdout"):
-        raise ConfigError(key, value, why="would write an empty log file (allowed: none, disabled, stdout)")
+def _check_word(word: str) -> None:
+    """Refuse groups without a name, and settings of Hydra that have no effect here."""
+    key, _, value = word.lstrip("+~").partition("=")
+    if word.startswith("~") and key in PARTS:
+        raise ConfigError(key, None, why="is not allowed: a run needs one, choose it by its name")
+    if word.startswith("~") or "=" not in word:
+        return
+    if key in (*PARTS, "logger", "experiment") and (value[:1] in ("", "[", "{") or "null" in value.split(",")):
+        none = {"logger": "; logger=none logs nothing", "experiment": "; without experiment= there is none"}
+        raise ConfigError(key, value, f"a name, or names for a sweep (-m {key}=a,b){none.get(key, '')}")
+    refuse_unused(key, value)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M new queries, 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -49,6 +49,8 @@ __all__ = [
     "StepCache",
     "known_weights",
 ]
+
+Result = TypeVar("Result")
 
 
 @dataclass(eq=False)  # not frozen, because a frozen dataclass is slower to create, and every layer and token has one
@@ -94,11 +96,13 @@ class Observation:
         """Scores [B,H_kv,T] float32 by a scorer's method; of_keys: it uses keys or values of each head."""
         return score(self, state)
 
-    def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+    def once(self, key: Hashable, compute: Callable[[], Result]) -> Result:
         """The result stored under `key`, computed on first use for all policies. Do not modify it in place."""
-        if key not in self.known:
-            self.known[key] = compute()
-        return self.known[key]
+        known: dict[Hashable, Any] = self.known  # few results are no tensors
+        if key not in known:
+            known[key] = compute()
+        found: Result = known[key]
+        return found
 
     # --- attention of the observation window; results are stored: do not modify them in place ------------------------
     def window_attention(self, window: int) -> Tensor:
@@ -245,4 +249,6 @@ class Observation:
 
     def first(self, count: int) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the first `count` positions (sinks)."""
-        return self.positions < count if self.slots.packed else self.occupied & (self.positions < count)
+        if not self.slots.packed:
+            return self.occupied & (self.positions < count)
+        return self.once(("first", count), lambda: self.positions < count)

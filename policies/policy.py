@@ -212,8 +212,9 @@ class Policy:
         if self.value is not None:
             valued = self.value.score(scorer, scores, observation, state, stays, layer_wide)
             found, tie_break = half_the_bits(valued) if self.needs.ties else valued, scores
-        how = slots.packed, slots.ascending
-        return Ranking(found, tie_break, observation.positions, stays, observation.seen, spared, *how)
+        tensors = found, tie_break, observation.positions, stays, observation.seen, spared
+        key = "ranking", *map(id, (found, tie_break, stays, spared))  # budgets of one policy share one order
+        return observation.once(key, lambda: Ranking(*tensors, slots.packed, slots.ascending))
 
 
 def _protected(observation: Observation, first: Sequence[int], newest: Sequence[int]) -> Tensor:
@@ -228,7 +229,7 @@ def _protected(observation: Observation, first: Sequence[int], newest: Sequence[
         bounds = last + 1 - on_device(tuple(newest), positions.device)
         recent = positions >= bounds.clamp_(min=0)[:, None, None]
     if first[0] and any(newest):
-        return recent | observation.first(first[0])
+        return observation.once(("protected", first[0], *newest), lambda: recent | observation.first(first[0]))
     return observation.first(first[0]) if first[0] else recent
 
 

@@ -8,6 +8,7 @@ Shapes: B batch, H_kv = H KV heads, T slots.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -156,6 +157,7 @@ class Ranking:
     def occupied(self) -> Tensor:
         return self.positions >= 0
 
+    @cached_property
     def broken(self) -> Tensor:
         """The sequences in which an unprotected token has the score NaN, bool [B]."""
         counted = ~self.protected if self.packed else ~self.protected & self.occupied
@@ -165,6 +167,18 @@ class Ranking:
         """The kept slots, bool [B,H_kv,T]; keep: an int or counts [B,H_kv]."""
         keys = self.scores, self.tie_break, self.positions, self.protected
         return select(*keys, keep, self.ascending, self.packed)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """The slots [B,H_kv,T] in order of preference."""
+        keys = self.scores, self.tie_break, self.positions, self.protected
+        return preference(*keys, self.ascending and self.packed)
+
+    def slots(self, keep: int) -> Tensor:
+        """The kept slots [B,H_kv,keep] in order of position, of tokens in that order without an empty slot."""
+        assert self.ascending
+        assert self.packed
+        return self.order[..., :keep].sort(-1).values
 
     def victim(self) -> Tensor:
         """The slot to evict in every KV head, [B,H_kv,1]."""

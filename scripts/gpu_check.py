@@ -266,8 +266,8 @@ def compiled(visit: Visit) -> Iterator[Result]:
     start = time.perf_counter()
     with compiled_layers(model, True, "eager" if visit.dry else "inductor"):
         yield Result("compiled", "compilation, s", round(time.perf_counter() - start, 1))
-        for slug in ("full", "snapkv"):
-            yield from timed(visit, "compiled", prefill, slug, {"schedule": "prompt"} if slug != "full" else {}, None)
+        for slug, fields in (("full", {}), ("snapkv", {"schedule": "prompt"}), ("caote_snapkv", {})):
+            yield from timed(visit, "compiled", prefill, slug, fields, None)
 
 
 def long(visit: Visit) -> Iterator[Result]:

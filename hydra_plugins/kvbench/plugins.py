@@ -71,14 +71,17 @@ class KvbenchSource(ConfigSource):
 
         Raises an error with the nearest names for one that no other source can have.
         """
-        from kvbench.config.compose import find, names
+        from kvbench.config.compose import check_settings, find, names
         from kvbench.config.presets import composed_config
         from kvbench.errors import unknown
 
         group, _, name = config_path.removesuffix(".yaml").partition("/")
-        if group not in GROUPS:
-            return False
         try:
+            for file in (folder / f"{config_path.removesuffix('.yaml')}.yaml" for folder in folders()):
+                if file.is_file():
+                    check_settings(file)
+            if group not in GROUPS:
+                return False
             if find(group, name, folders()) is not None:
                 return True
             if group != "experiment" and composed_config(group, name, folders()) is not None:

@@ -7,6 +7,7 @@ one layer after another, so that only one layer exists twice at a time.
 Shapes: L layers, N slots of the largest arena, H KV heads, G' statistics of a slot, G = H_q / H, D head dim.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 
 import torch
@@ -110,6 +111,24 @@ class Arena:
         """The first slot of a sequence in a layer."""
         return self._held[layer.index][layer].start
 
+    def segments(self, sequence: Sequence) -> Iterator[Tensor]:
+        """Starts, slots in use, next free slot and limit of a sequence's segments, [L,H] each."""
+        stores = [slot_store(layer) for layer in sequence.layers]
+        if all(store.starts is None and store.free is None for store in stores):  # the host has all numbers
+            numbers = []
+            for layer, store in zip(sequence.layers, stores, strict=True):
+                first, (heads, slots) = self.start(layer), store.first.shape[1:3]
+                used, grow = [store.used] * heads, slots_to_grow(sequence, layer)
+                begins = [first + head * slots for head in range(heads)]
+                numbers.append([begins, used, used, [store.used + grow] * heads])
+            yield from torch.tensor(numbers, device=stores[0].first.device).unbind(1)
+            return
+        segments = []
+        for layer, store in zip(sequence.layers, stores, strict=True):
+            starts, counts, free = store.segments()
+            segments.append((starts + self.start(layer), counts, free, counts + slots_to_grow(sequence, layer)))
+        yield from map(torch.cat, zip(*segments, strict=True))
+
     def collect_weights(self, heads: int) -> None:
         """Store the attention of the newest queries, of `heads` query heads per KV head, from now on."""
         if self.weights is None:
@@ -120,22 +139,38 @@ class Arena:
         held, new, first = self._held[index], dict[Layer, range](), slot_store(layers[0])
         if index == len(self.memory):
             self.positions = self.positions.to(first.first.device)
-            slots = 3 if first.starts is None else 1  # dimensions
-            empty = {name: x.new_zeros(FIRST, *x.shape[slots:]) for name, x in first.token_memory.items()}
+            dims = 3 if first.starts is None else 1
+            empty = {name: x.new_zeros(FIRST, *x.shape[dims:]) for name, x in first.token_memory.items()}
             self.memory.append(empty)
         for layer in layers:
             new[layer] = _gap([*held.values(), *new.values()], slot_store(layer).capacity)
         end = max(slots.stop for slots in new.values())
-        slots = len(next(iter(self.memory[index].values())))
-        if end > slots:
-            self._enlarge(index, max(end, int(LARGER * slots)))
+        size = len(next(iter(self.memory[index].values())))
+        if end > size:
+            self._enlarge(index, max(end, int(LARGER * size)))
         held.update(new)
         for layer in layers:
             store = slot_store(layer)
             for name, x in store.memory.items():
                 if name not in ("positions", *self.memory[index]):
                     self.statistics.setdefault((name, x.shape[-1]), x.new_zeros(*self.positions.shape, x.shape[-1]))
-            self._view(layer, copied=True)
+        pairs = []
+        for layer in layers:
+            before, slots = slot_store(layer), new[layer]
+            pairs.append((self.positions[index, slots.start : slots.stop], before.slot_positions().flatten()))
+            self._view(layer)
+            after = slot_store(layer).memory
+            pairs += [(after[name], x) for name, x in before.memory.items() if name != "positions"]
+        self.copy(pairs)
+
+    @staticmethod
+    def copy(pairs: List[tuple[Tensor, Tensor]]) -> None:
+        """Copy the second tensor of each pair into the first, with one launch for those of a dtype."""
+        equal: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for pair in pairs:
+            equal.setdefault(pair[0].dtype, []).append(pair)
+        for some in equal.values():
+            torch._foreach_copy_([into for into, _ in some], [x for _, x in some])
 
     def release(self, layer: Layer, last: bool = False) -> None:
         """Free the slots of a sequence in a layer; and the memory of the layer, if it is the last one."""
@@ -156,21 +191,17 @@ class Arena:
             self.weights = None if self.weights is None else _longer(self.weights, slots, 1)
         self.version += 1
         for layer in (layer for index in changed for layer in self._held[index]):
-            self._view(layer, copied=False)
+            self._view(layer)
 
-    def _view(self, layer: Layer, copied: bool) -> None:
-        """Give a layer a store whose memory are views of the arena, into which its tokens are `copied` or are there."""
+    def _view(self, layer: Layer) -> None:
+        """Give a layer a store whose memory are views of the arena, where its tokens are, or will be copied."""
         index, here, store = layer.index, self._held[layer.index][layer], slot_store(layer)
         slots, memory = slice(here.start, here.stop), {}
-        if copied:  # of memory without positions too
-            self.positions[index, slots] = store.slot_positions().flatten()
         for name, x in store.memory.items():
             whole = self.memory[index].get(name)
             if whole is None:
                 whole = (self.positions if name == "positions" else self.statistics[name, x.shape[-1]])[index]
             memory[name] = whole[slots].view(x.shape)
-            if copied:
-                memory[name].copy_(x)
         layer.store = store.with_memory(memory, store.free)
 
 

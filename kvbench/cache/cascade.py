@@ -66,17 +66,22 @@ def cut_to_shares(sequence: Sequence, layers: List[Layer], last: bool) -> None:
     larger = [layer for layer, share in shares.items() if layer.count > share]
     for layer in larger:
         _order(layer, shares[layer])
-    alike: dict[object, list[Layer]] = {}
-    for layer in larger:
-        shapes = tuple((name, x.shape[1], x.shape[3:], x.device) for name, x in _contents(layer).items())
-        alike.setdefault(shapes, []).append(layer)
-    for some in alike.values():
+    for some in _alike(larger):
         _cut(some, [shares[layer] for layer in some])
-    for layer in layers if last else ():
-        if layer.ranking is not None and layer.ranking.ordered:
-            _by_position(layer, sequence.policy.schedule.spare)
+    ordered = [layer for layer in layers if last and layer.ranking is not None and layer.ranking.ordered]
+    for some in _alike(ordered):
+        _by_position(some, sequence.policy.schedule.spare)
     for layer in layers if last else larger:
         sequence.note_bytes(layer.index)
+
+
+def _alike(layers: List[Layer]) -> Iterable[list[Layer]]:
+    """Layers whose tensors can be concatenated along their slots."""
+    alike: dict[object, list[Layer]] = {}
+    for layer in layers:
+        shapes = tuple((name, x.shape[1], x.shape[3:], x.device) for name, x in _contents(layer).items())
+        alike.setdefault(shapes, []).append(layer)
+    return alike.values()
 
 
 def _order(layer: Layer, share: int) -> None:
@@ -111,11 +116,20 @@ def _cut(layers: List[Layer], shares: List[int]) -> None:
         layer.ranking, layer.count = replace(ranking, **ranked, positions=store.positions), share
 
 
-def _by_position(layer: Layer, spare: int) -> None:
-    """Put a layer's slots in order of position, with `spare` empty slots behind them."""
-    store = _store(layer)
-    order = store.positions.argsort(dim=-1)
-    store.replace({name: take(x, order) for name, x in store.contents().items()}, ascending=True, spare=spare)
+def _by_position(layers: List[Layer], spare: int) -> None:
+    """Put the slots of alike layers in order of position, with `spare` empty slots behind them: one sort for all."""
+    contents, wholes = [_store(layer).contents() for layer in layers], dict[str, Tensor]()
+    for name, x in contents[0].items():
+        empty = x.new_full((*x.shape[:2], spare, *x.shape[3:]), -1 if name == "positions" else 0)
+        wholes[name] = torch.cat([part for own in contents for part in (own[name], empty)], 2)
+    positions, sizes = wholes["positions"], [own["positions"].shape[2] + spare for own in contents]
+    repeats = torch.tensor(sizes, device=positions.device)
+    number = torch.repeat_interleave(repeats, output_size=sum(sizes))  # of the layer of each slot
+    places = positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max)
+    order = (places + (number << 32)).argsort(dim=-1, stable=True)
+    parts = {name: take(x, order).split(sizes, 2) for name, x in wholes.items()}
+    for index, layer in enumerate(layers):
+        _store(layer).replace({name: part[index] for name, part in parts.items()}, ascending=True, spare=spare)
 
 
 def _contents(layer: Layer) -> dict[str, Tensor]:

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from transformers import PreTrainedConfig
 
 from kvbench.cache.arena import ENDLESS, PADDING, Arena, can_join, evicts, slot_store, slots_to_grow, step_formats
 from kvbench.cache.cache import KVCache
-from kvbench.cache.device_eviction import WINDOW, Kind, Part, kind_of
+from kvbench.cache.device_eviction import WINDOW, Kind, Part, kind_of, rows_of_parts
 from kvbench.cache.device_groups import STATE, exact_state, follow, from_slots, ring_of, to_slots
 from kvbench.cache.footprint import decoded
 from kvbench.cache.layer import Layer
@@ -151,8 +150,8 @@ class DeviceBatch(KVCache):
         member = self._members[sequence]
         self._update(member)
         state = {name: x.clone() for name, x in self._state(member.row)}
+        self._return(member, sequence.layers)
         for layer in sequence.layers:
-            self._return(member, layer)
             self._arena.release(layer, last=len(self._members) == 1)
             if WINDOW[0] in state:
                 queries, positions = (state[name][layer.index, None] for name in WINDOW)
@@ -206,7 +205,7 @@ class DeviceBatch(KVCache):
         for layer in sequence.layers:
             if slots_to_grow(sequence, layer) > 0 and slot_store(layer).room == 0:
                 longer.append(layer.index)
-                self._return(member, layer)
+                self._return(member, [layer])
                 self._arena.release(layer)
                 if not to_slots(layer):
                     slot_store(layer).reserve()
@@ -225,17 +224,19 @@ class DeviceBatch(KVCache):
         member.kind, member.row = now.kind, -1
         return {sequence: state}
 
-    def _return(self, member: Member, layer: Layer) -> None:
-        """Give a layer a copy of its store, as it would be without the batch."""
-        if from_slots(member.sequence, layer):
-            return
-        store, index = slot_store(layer), layer.index
-        free, counts = (self.lengths[name][index, member.row].clone() for name in ("free", "counts"))
-        layer.store = store.with_memory(
-            {name: x.clone() for name, x in store.memory.items()},
-            None if store.free is None else free[None, :, None],
-            None if store.counts is None else counts[None],
-        )
+    def _return(self, member: Member, layers: List[Layer]) -> None:
+        """Give layers copies of their stores, as they would be without the batch."""
+        pairs = []
+        for layer in layers:
+            if from_slots(member.sequence, layer):
+                continue
+            store, row = slot_store(layer), (layer.index, member.row)
+            memory = {name: torch.empty_like(x) for name, x in store.memory.items()}
+            pairs += [(memory[name], x) for name, x in store.memory.items()]
+            free = None if store.free is None else self.lengths["free"][row].clone()[None, :, None]
+            counts = None if store.counts is None else self.lengths["counts"][row].clone()[None]
+            layer.store = store.with_memory(memory, free, counts)
+        self._arena.copy(pairs)
 
     def _update(self, member: Member) -> None:
         """Update the lengths that the host has of a sequence."""
@@ -256,11 +257,8 @@ class DeviceBatch(KVCache):
 
     def _new_state(self, sequence: Sequence) -> State:
         """The state of a sequence that is in the arenas, from its layers."""
-        segments, layers = [], sequence.layers
-        for layer in layers:
-            starts, counts, free = slot_store(layer).segments()
-            segments.append((starts + self._arena.start(layer), counts, free, counts + slots_to_grow(sequence, layer)))
-        state = dict(zip(LENGTHS, map(torch.cat, zip(*segments, strict=True)), strict=False))
+        layers = sequence.layers
+        state = dict(zip(LENGTHS, self._arena.segments(sequence), strict=False))
         state["nan"] = state["starts"].new_zeros(len(layers), dtype=torch.bool)
         state["next"], state["advance"] = (state["starts"].new_tensor([x]) for x in ([sequence.seen], [1]))
         if not evicts(sequence.policy):
@@ -297,7 +295,7 @@ class DeviceBatch(KVCache):
         if self._padded and as_before.total() <= 2 * len(self._members):
             places = as_before
         rules = list(dict.fromkeys(kind.rule for kind in places))
-        self._kinds = sorted(places.elements(), key=lambda kind: rules.index(kind.rule))
+        self._kinds = sorted(places.elements(), key=lambda kind: (rules.index(kind.rule), -kind.slots))
         self._empty = {kind: self._empty[kind] for kind in places}
         self.sequences.clear()
         found = []
@@ -313,13 +311,10 @@ class DeviceBatch(KVCache):
         per_layer = self.lengths["starts"], self.lengths.get("coded", self.lengths["counts"]), self._new, self._gone
         self._of_layers = list(zip(*(x.unbind() for x in per_layer), strict=True))
         self._arrangements, self._longest, self._parts = self._arrangements + 1, 0, []
-        for rule, rows in groupby(range(len(found)), lambda row: self._kinds[row].rule):
-            here = list(rows)
-            if rule is not None:
-                own = [name for name in found[here[0]] if name not in LENGTHS]
-                state = {name: torch.stack([found[row][name] for row in here], 1) for name in own}
-                kinds, span = [self._kinds[row] for row in here], slice(here[0], here[-1] + 1)
-                self._parts.append(Part(kinds, span, self._arena, self.lengths, state))
+        for rows in rows_of_parts(self._kinds):
+            own = [name for name in found[rows.start] if name not in LENGTHS]
+            state = {name: torch.stack([one[name] for one in found[rows]], 1) for name in own}
+            self._parts.append(Part(self._kinds[rows], rows, self._arena, self.lengths, state))
 
     # --- a step ----------------------------------------------------------------------------------------------------
     def attend(

@@ -67,6 +67,20 @@ def kind_of(sequence: Sequence, slots: int) -> Kind:
     )
 
 
+def rows_of_parts(kinds: List[Kind]) -> Iterator[slice]:
+    """The rows that evict together: of one rule, and at least half as long as the longest, to which they are padded.
+
+    kinds: of the rows, sorted by rule and then by length, the longest first.
+    """
+    first = 0
+    for row in range(1, len(kinds) + 1):
+        longest = kinds[first]
+        if row == len(kinds) or kinds[row].rule != longest.rule or 2 * kinds[row].slots < longest.slots:
+            if longest.rule is not None:
+                yield slice(first, row)
+            first = row
+
+
 class Part:
     """Rows of a step that evict by one rule.
 
@@ -171,7 +185,7 @@ class FlatRows:
             self._part.state[name][self._which] = x.view(*self._starts.shape[:2], *x.shape[1:])
 
     def note_nan(self, ranking: Ranking) -> None:
-        self._part.lengths["nan"][self._which] |= ranking.broken().view(self._starts.shape[:2])
+        self._part.lengths["nan"][self._which] |= ranking.broken.view(self._starts.shape[:2])
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         self._slots.write(slots, "keys", keys)

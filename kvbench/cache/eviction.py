@@ -20,6 +20,7 @@ from kvbench.policies.mergers.merger import Eviction, OneEviction
 from kvbench.policies.observation import Observation
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.paged import PagedStore
+from kvbench.policies.stores.slot_store import SlotStore
 
 
 class Evictions:
@@ -160,7 +161,7 @@ def _evict_several(step: Step) -> None:
     ranking = policy.rank(seen, layer.store.state)
     note_nan([step], ranking)
     kept = compact(step, ranking, layer.count, step.excess, seen)
-    if policy.scorer is not None and policy.needs.kept:
+    if kept is not None and policy.scorer is not None and policy.needs.kept:
         policy.scorer.selected(seen, kept)
 
 
@@ -171,16 +172,22 @@ def compact(
     excess: int,
     seen: Observation | None = None,
     per_head: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | None:
     """Evict `excess` tokens per KV head of the step's layer, down to `target`, and free the memory.
 
-    per_head [1,H_kv]: number of slots of each head, if it is known. Returns the kept slots, bool [1,H_kv,T].
+    per_head [1,H_kv]: number of slots of each head, if it is known. Returns the kept slots, bool [1,H_kv,T], if the
+    scorer uses them.
     """
     layer, policy, held = step.layer, step.policy, step.layer.store
     if per_head is None and policy.allocator.per_head and step.phase == "decode":
         per_head = ranking.occupied.sum(-1) - excess  # each keeps its share
     elif per_head is None:
         per_head = policy.allocator.heads(layer.index, ranking, [target])
+    if per_head is None and _by_order(step, ranking):
+        assert isinstance(held, SlotStore)
+        held.keep_slots(ranking.slots(target), policy.schedule.spare)
+        layer.compacted, layer.count = True, target
+        return None
     kept = ranking.select(target if per_head is None else per_head)
     if policy.merger.merges:
         view = layer.index, step.phase, held.keys, held.values, held.positions, held.state
@@ -203,3 +210,16 @@ def compact(
     if layer.ranking is not None:
         layer.ranking = ranking.at(slots, held.positions, held.slots.packed)
     return kept
+
+
+def _by_order(step: Step, ranking: Ranking) -> bool:
+    """Whether a prompt's slots are taken from the order of preference, which budgets of one policy share.
+
+    On a CPU, a threshold on the scores is faster; and what else an eviction does needs a mask of the kept slots.
+    """
+    policy, held = step.policy, step.layer.store
+    if step.phase != "prompt" or ranking.scores.is_cpu or step.layer.ranking is not None:
+        return False
+    plain = type(held).keep is SlotStore.keep and isinstance(held, SlotStore) and held.starts is None
+    masked = policy.merger.merges or policy.schedule.rerotate or policy.needs.kept or policy.allocator.per_head
+    return plain and not masked and step.sequence.on_evict is None and ranking.ascending and ranking.packed

@@ -1,6 +1,8 @@
 """The attention function and the mask function registered with transformers under the name `kvbench`."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -102,7 +104,10 @@ def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCal
     """
     call, _EXPECTED.call = _EXPECTED.call, None
     if call is None or isinstance(value, LayerCall) or call.index != module.layer_idx:
-        raise ValueError("kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)")
+        raise ValueError(
+            "kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy); a vision or audio "
+            f'tower has none: model.set_attn_implementation({{"text_config": "{NAME}"}}) sets only the text part'
+        )
     expand: Any = getattr(module, "expand_kv", None)
     if expand is None:
         raise InterfaceError(f"{_name(module)} has no method expand_kv, which expands its latents")
@@ -240,10 +245,35 @@ AttentionMaskInterface.register(NAME, kvbench_mask)
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch the model to kvbench's attention; ValueError if it does not follow transformers' attention interface."""
-    check_interface(model.config.get_text_config(decoder=True))
-    model.set_attn_implementation(NAME)
+    """Switch the model to kvbench's attention; ValueError if it does not follow transformers' attention interface.
+
+    Vision and audio towers, which have no cache, keep their attention.
+    """
+    _set_attention(model, NAME)
     return model
+
+
+@contextmanager
+def attention(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
+    """The decoder of a model with an attention function; afterwards it is as before. ValueError as in `prepare`."""
+    before = _attention_of(model)
+    _set_attention(model, name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    check_interface(model.config.get_text_config(decoder=True))
+    model.set_attn_implementation(dict.fromkeys(_attention_of(model), name))
+
+
+def _attention_of(model: PreTrainedModel) -> dict[str, str]:
+    """The attention functions of a model and of its decoder, by the names that `set_attn_implementation` takes."""
+    config, decoder = model.config, model.config.get_text_config(decoder=True)
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name)) is decoder}
+    return {"": config._attn_implementation, **{name: part._attn_implementation for name, part in parts.items()}}
 
 
 def check_attention(config: PreTrainedConfig) -> None:

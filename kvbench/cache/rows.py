@@ -114,16 +114,17 @@ READ_AT_ONCE = ("cpu",)
 def note_nan(steps: List[Step], ranking: Ranking) -> None:
     """Note rows with a NaN score. The call continues for the others and ends with an error.
 
-    The host does not wait for decoding steps and blocks on a GPU: their flags are read by the audit at the end.
+    The host does not wait for a GPU here: flags of a prompt are read at the end of its call, others by the audit.
     """
-    later = steps[0].phase != "prompt" and ranking.scores.device.type not in READ_AT_ONCE
+    later = ranking.scores.device.type not in READ_AT_ONCE
     if not later and not bool(ranking.scores.sum().isnan()):  # a tenth of the time of checking each score
         return
-    for step, flag in zip(steps, ranking.broken().split(1), strict=True):
+    for step, flag in zip(steps, ranking.broken.split(1), strict=True):
         sequence, index = step.sequence, step.layer.index
         if later:
             flags = sequence.nan_flags
-            flags[index] = flag | flags[index] if index in flags else flag.clone()
+            own = flag if steps[0].phase == "prompt" else flag.clone()  # of a block, it is written to
+            flags[index] = flag | flags[index] if index in flags else own
         elif bool(flag) and sequence.nan_layer is None:
             sequence.nan_layer = index
 

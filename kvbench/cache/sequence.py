@@ -223,15 +223,17 @@ class Sequence:
     def end_call(self) -> bool:
         """The evictions of a call are done. Returns whether the audit has to look at it.
 
-        It has to if a layer holds more tokens than its policy promised, or if a score was NaN.
+        It has to if a layer holds more tokens than its policy promised, if a score was NaN, or if a GPU has flags of a
+        complete prompt.
         """
         self.shared.clear()
+        flagged = bool(self.nan_flags) and any(span.phase == "prompt" for span in self.spans)
         self.spans = []
         if self.policy.scorer is not None and self.started:
             held = (layer.count for layer in self.layers)
             if any(map(gt, held, self.budgets.promise(self.seen))):
                 return True
-        return self.nan_layer is not None
+        return flagged or self.nan_layer is not None
 
     def note_bytes(self, index: int) -> None:
         """Update the total number of bytes and its peak after a layer changed."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import UsageError, unknown
+from kvbench.errors import ConfigError, UsageError, unknown
 
 Config = dict[str, Any]
 CONF = Path(str(resources.files("kvbench.conf")))
@@ -97,10 +97,13 @@ def _own_hydra(folders: tuple[Path, ...]) -> Iterator[None]:
     """A Hydra context of kvbench's configurations; afterwards that of the calling application is back."""
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.utils import JobRuntime
     from hydra.version import VersionBase
 
     with _LOCK:
         instance, base = GlobalHydra.instance(), VersionBase.instance().getbase()
+        job = JobRuntime.instance()
+        name = job.get("name")
         others, instance.hydra = instance.hydra, None
         token = OWN_FOLDERS.set(folders)
         try:
@@ -111,6 +114,7 @@ def _own_hydra(folders: tuple[Path, ...]) -> Iterator[None]:
             GlobalHydra.set_instance(instance)
             instance.hydra = others
             VersionBase.instance().version_base = base
+            job.set("name", name)
 
 
 def resolved(config: Mapping[str, Any]) -> Config:
@@ -125,6 +129,34 @@ def resolved(config: Mapping[str, Any]) -> Config:
         return dict(made)
     except OmegaConfBaseException as error:
         raise UsageError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def check_settings(file: Path) -> None:
+    """Raise ConfigError for settings of Hydra in a file of the user that kvbench does not follow."""
+    own = load(file)
+    entries = [entry for entry in own.get("defaults", ()) if isinstance(entry, dict)]
+    chosen = [(str(key).rpartition(" ")[2].strip("/"), value) for entry in entries for key, value in entry.items()]
+    for key, value in (*chosen, *_leaves("hydra", own.get("hydra"))):
+        refuse_unused(key, str(value), f"{file}: ")
+
+
+def _leaves(path: str, node: object) -> list[tuple[str, object]]:
+    if not isinstance(node, dict):
+        return [(path, node)]
+    return [leaf for key, value in node.items() for leaf in _leaves(f"{path}.{key}", value)]
+
+
+def refuse_unused(key: str, value: str, where: str = "") -> None:
+    """Raise ConfigError for a setting with which Hydra would leave empty folders and files beside those in `out`."""
+    why = ""
+    if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir"):
+        why = "has no effect: results are in the folder out=, with their configurations"
+    elif key == "hydra.job.chdir" and value.lower() != "false":
+        why = "has no effect: relative paths belong to the folder of the command"
+    elif key in ("hydra/job_logging", "hydra/hydra_logging") and value not in ("none", "disabled", "stdout"):
+        why = "would write an empty log file (allowed: none, disabled, stdout)"
+    if why:
+        raise ConfigError(f"{where}{key}", value, why=why)
 
 
 def check_file(group: str, name: str, folders: Sequence[Path] = (), above: tuple[Path, ...] = ()) -> None:

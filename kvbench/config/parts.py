@@ -15,6 +15,8 @@ from omegaconf import BooleanNode, FloatNode, IntegerNode, ValidationError
 
 from kvbench.errors import ConfigError, UsageError, first_line
 
+INTERNAL = {"internal": True}
+"""The metadata of a field that no configuration sets."""
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 
 
@@ -82,7 +84,7 @@ def tree_of(part: object) -> Any:  # noqa: ANN401 - whatever YAML holds
 
 def check_fields(part: Any, given: Mapping[str, Any]) -> None:  # noqa: ANN401 - a dataclass
     """Raise ConfigError for an unknown field, a missing one, or a value of another type than its field declares."""
-    declared = [f for f in dataclasses.fields(part) if f.init]
+    declared = [f for f in dataclasses.fields(part) if f.init and f.metadata != INTERNAL]
     allowed = [f.name for f in declared]
     for name, value in given.items():
         if name not in allowed:

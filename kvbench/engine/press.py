@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.audit import BudgetError
 from kvbench.cache.families import layout_of
+from kvbench.cache.hook import attention
 from kvbench.cache.pressed import PressedCache
 from kvbench.engine.logits import next_logits, now
 from kvbench.engine.sequence import LiveSequence, Request, advance, choose_next
@@ -40,7 +41,7 @@ def generate_with_press(
     with _press_errors(policy):
         press = press_for(policy, prompt.shape[1])
     decodes = _decodes(press)
-    with _attention_of(model, policy.attention):
+    with attention(model, policy.attention), _restored(model):
         with _press_errors(policy), _compressing_prompt(press, model), _recording_peak(model, cache, press):
             logits = _append(model, sequence, prompt, cache)
         sequence.position = cache.get_seq_length() if _rerotates(press) else prompt.shape[1]
@@ -110,16 +111,13 @@ def _check_model(model: PreTrainedModel, policy: KVPress) -> None:
 
 
 @contextmanager
-def _attention_of(model: PreTrainedModel, attention: str) -> Iterator[None]:
-    """The model with one of transformers' attention functions; afterwards it is as before."""
-    before = model.config._attn_implementation
+def _restored(model: PreTrainedModel) -> Iterator[None]:
+    """Removes what presses leave in a model afterwards: a mask, and another rotation of a layer."""
     rotations = {module: module._modules.get("rotary_emb") for module in _attention_modules(model)}
-    model.set_attn_implementation(attention)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
-        for module, rotation in rotations.items():  # presses leave a mask, and replace the rotation of a layer
+        for module, rotation in rotations.items():
             module.__dict__.pop("masked_key_indices", None)
             module._modules.pop("rotary_emb", None)
             if rotation is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvbench.cache.hook import prepare
+from kvbench.cache.hook import attention
 from kvbench.errors import UsageError, refusing
 from kvbench.models.answers import unused_fields
 from kvbench.models.files import ModelSpec
@@ -62,11 +62,11 @@ def borrowed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     Raises ValueError if the model has no weights or does not use transformers' attention interface.
     """
     _check_model(model)
-    attention, training = model.config._attn_implementation, model.training
+    training = model.training
     try:
-        yield prepare(model).eval()
+        with attention(model):
+            yield model.eval()
     finally:
-        model.set_attn_implementation(attention)
         model.train(training)
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.errors import UsageError
-from kvbench.report.table import Table, text
+from kvbench.report.table import NONE, RIGHT, Table, text
 from kvbench.results.files import write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMN, PAGE = 52, 108
-"""Characters of small text in a column of a paper, and across two."""
+COLUMN, PAGE, LINES = 52, 108, 44
+"""Characters of small text in a column of a paper, and across two; lines of a page below a caption."""
 
 _SIGNS = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}"}
 _LATEX = str.maketrans({**{c: f"\\{c}" for c in "&%$#_{}"}, **_SIGNS})
@@ -42,23 +42,29 @@ def _escaped(words: object) -> str:
 def latex(table: Table, label: str = "results") -> str:
     """A LaTeX table, whose first line names its package.
 
-    A table that is wider than a column of a paper is a table*; one that is wider than a page is broken into several,
-    each with the columns of names. label: of \\label{tab:...}.
+    A table that is wider than a column of a paper is a table*. One that is wider than a page is broken into several,
+    each with the columns of names; one that is longer than a page is several tables. label: of \\label{tab:...}.
     """
     parts = _parts(table)
-    widest = max(_width(part) for part in parts)
-    kind = "table*" if widest > COLUMN else "table"
-    notes = ["\\par\\smallskip", *(f"{_tex(note)}\\\\" for note in table.notes)] if table.notes else []
-    return "\n".join(
-        [
-            f"% \\usepackage{{booktabs}}{'; two columns wide' * (kind == 'table*')}",
-            f"\\begin{{{kind}}}", "\\centering", "\\small",
-            *([f"\\caption{{{_tex(table.title)}}}"] if table.title else []),
-            f"\\label{{tab:{re.sub(r'[^A-Za-z0-9:-]+', '-', label)}}}",
-            "\n\\par\\medskip\n".join(_tabular(part, table.left) for part in parts),
-            *notes, f"\\end{{{kind}}}",
-        ]
-    ) + "\n"  # fmt: skip
+    kind = "table*" if max(map(_width, parts)) > COLUMN else "table"
+    pages: list[list[pd.DataFrame]] = []
+    for part in parts:
+        if not pages or sum(map(_height, (*pages[-1], part))) > LINES:
+            pages.append([])
+        pages[-1].append(part)
+    name = f"tab:{re.sub(r'[^A-Za-z0-9:-]+', '-', label)}"
+    wide = "; two columns wide" * (kind == "table*")
+    lines = [f"% \\usepackage{{booktabs}}{wide}"]
+    for place, page in enumerate(pages, 1):
+        more = f" (part {place} of {len(pages)})" if len(pages) > 1 else ""
+        title = [f"\\caption{{{_tex(table.title + more)}}}"] if table.title or more else []
+        lines += [f"\\begin{{{kind}}}", "\\centering", "\\small", *title]
+        lines += [f"\\label{{{name}{f'-{place}' * (place > 1)}}}"] * bool(title)
+        lines.append("\n\\par\\medskip\n".join(_tabular(part, table.left) for part in page))
+        if place == len(pages) and table.notes:
+            lines += ["\\par\\smallskip", *(f"{_tex(note)}\\\\" for note in table.notes)]
+        lines.append(f"\\end{{{kind}}}")
+    return "\n".join(lines) + "\n"
 
 
 def _tabular(frame: pd.DataFrame, left: Sequence[str]) -> str:
@@ -70,20 +76,30 @@ def _tabular(frame: pd.DataFrame, left: Sequence[str]) -> str:
 def _width(frame: pd.DataFrame) -> int:
     """Characters of a line."""
     cells = ([str(name), *frame.iloc[:, place]] for place, name in enumerate(frame.columns))
-    return sum(max(map(len, column)) + 2 for column in cells)
+    return sum(max(map(len, column)) + 3 for column in cells)
+
+
+def _height(frame: pd.DataFrame) -> int:
+    """Lines of a table, with its heading and the space below."""
+    return len(frame) + 3
 
 
 def _parts(table: Table) -> list[pd.DataFrame]:
-    """The columns in parts that fit a page; each begins with the columns of names."""
+    """Parts of the columns and rows that fit a page. Each begins with the columns of names; empty rows are left out."""
     frame = table.frame
-    named = next((place for place, name in enumerate(frame.columns) if name not in table.left), len(frame.columns))
+    names = (*table.left, *RIGHT)
+    named = next((place for place, name in enumerate(frame.columns) if name not in names), len(frame.columns))
     parts, own = [], [*range(named)]
     for place in range(named, len(frame.columns)):
         if len(own) > named and _width(frame.iloc[:, [*own, place]]) > PAGE:
             parts.append(own)
             own = [*range(named)]
         own = [*own, place]
-    return [frame.iloc[:, part] for part in [*parts, own]]
+    found = [frame.iloc[:, part] for part in [*parts, own]]
+    if parts:
+        found = [part[(part.iloc[:, named:] != NONE).any(axis="columns")] for part in found]
+    rows = LINES - 3
+    return [part.iloc[first : first + rows] for part in found for first in range(0, max(1, len(part)), rows)]
 
 
 def renamed(table: Table, names: Mapping[str, str], precision: int | None = None) -> Table:

@@ -32,10 +32,10 @@ def log(folder: Path, fields: Sequence[str]) -> None:
     if words.get("logger") not in known:
         raise UsageError(f"logger={words.get('logger', '')} must be one of {', '.join(known)}")
     config: dict[str, Any] = read("logger", words.pop("logger"))
+    allowed = [f"logger.{name}" for name in config if name != "_target_"]
     for key, value in words.items():
-        if not key.startswith("logger.") or key.removeprefix("logger.") not in config:
-            allowed = ", ".join(f"logger.{name}" for name in config)
-            raise UsageError(f"{key}= is not a field of the logger (allowed: {allowed})")
+        if key not in allowed:
+            raise UsageError(f"{key}= is not a field of the logger (allowed: {', '.join(allowed)})")
         config[key.removeprefix("logger.")] = yaml.safe_load(value)
     with refusing_in("logger", config, "logger: "):
         tracker = build(resolved({"logger": config, "out": str(folder)})["logger"])

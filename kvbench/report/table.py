@@ -324,8 +324,7 @@ def pivot(rows: Sequence[Result], across: str) -> Table:
     for place, row in enumerate(rows):
         label = tuple(words[name][place] for name in named)
         cells.setdefault(label, {}).setdefault(words[across][place], []).append(row)
-    write = _percent if by_task else _with_interval
-    several_n = len({row.n for row in rows}) > 1
+    write, several_n = _percent if by_task else _with_interval, len({row.n for row in rows}) > 1
 
     def cell(row: Result) -> str:
         n = [f"n={row.n}"] if several_n or not row.finished else []
@@ -362,8 +361,12 @@ def chosen(rows: Sequence[Result], names: Sequence[str]) -> Table:
     """Columns of the tidy table by name."""
     frame = tidy(rows, names)
     left = [str(name) for name in frame if frame[name].dtype.kind not in "iuf"]
-    cells = frame.astype(object).where(frame.notna(), "")
-    return Table(cells.map(lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)), left=left)
+    return Table(frame.astype(object).where(frame.notna(), "").map(_digits), left=left)
+
+
+def _digits(value: object) -> str:
+    """Four digits of a number, or all before the point; other values as text."""
+    return f"{value:{'.0f' if abs(value) >= 1000 else '.4g'}}" if isinstance(value, float) else str(value)
 
 
 def notes(rows: Sequence[Result]) -> list[str]:

@@ -163,7 +163,10 @@ class Result(Numbers, Described):
         return self.gap.interval if self.gap is not None else self.vs_full
 
     def parts(self, key: str) -> list[Result]:
-        """One result for each value of a metadata key, with the examples of that value; baselines are split alike."""
+        """One result for each value of a metadata key, numbers in order; baselines are split alike."""
+        groups = by_value(self.samples, key)
+        if all(isinstance(value, int | float) for value in groups):
+            groups = dict(sorted(groups.items()))
         baselines = {} if self.baseline is None else {part.subset: part for part in self.baseline.parts(key)}
         return [
             replace(
@@ -173,7 +176,7 @@ class Result(Numbers, Described):
                 baseline=baselines.get(subset),
                 **numbers(metrics(samples)),
             )
-            for value, samples in by_value(self.samples, key).items()
+            for value, samples in groups.items()
         ]
 
 

@@ -277,6 +277,12 @@ def _model_spec(config: RunConfig) -> ModelSpec:
     if path is not None and fields.get("bundled") is not None:  # model.path= with the default model
         fields |= {"bundled": None, "dtype": "auto"}
     name = fields.get("name") or _model_name(config, path, fields.get("hub_id"))
+    if "attn_implementation" in fields:
+        why = (
+            "is not allowed: kvbench computes the attention of every decoder layer, also for policy=full; a press of "
+            "kvpress has policy.attention"
+        )
+        raise ConfigError("model.attn_implementation", fields["attn_implementation"], why=why)
     with refusing_in("model", fields):
         spec: ModelSpec = build({**fields, "_target_": f"{ModelSpec.__module__}.ModelSpec", "name": name})
         for field in ("path", "hub_id", "revision"):

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config.compose import Config, merge, names, read, resolved
-from kvbench.config.parts import build, check_fields, converted, part_class, tree_of
+from kvbench.config.parts import INTERNAL, build, check_fields, converted, part_class, tree_of
 from kvbench.config.presets import SCHEDULE, named_config, scheduled
 from kvbench.errors import ConfigError, UsageError, as_python, choice, number, whole_number
 from kvbench.models.loading import GivenModel
@@ -107,9 +107,9 @@ class RunConfig:
     generation: Generation = Generation()
     engine: Engine = Engine()
     logger: Tree = field(default_factory=lambda: read("logger", "none"))
-    names: Mapping[str, str] = field(default_factory=dict)
-    folders: tuple[Path, ...] = ()
-    given: GivenModel | None = None
+    names: Mapping[str, str] = field(default_factory=dict, metadata=INTERNAL)
+    folders: tuple[Path, ...] = field(default=(), metadata=INTERNAL)
+    given: GivenModel | None = field(default=None, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
         whole_number("seed", self.seed, 0, 2**32 - 1)  # the seeds that NumPy takes
@@ -124,7 +124,7 @@ class RunConfig:
     @property
     def record(self) -> Config:
         """The configuration as plain values, as config.yaml of a run and sweep.yaml hold it."""
-        kept = [f.name for f in fields(self) if f.name not in ("names", "folders", "given")]
+        kept = [f.name for f in fields(self) if not f.metadata]
         values = {name: getattr(self, name) for name in kept}
         parts = {name: vars(values[name]) for name in ("generation", "engine")}
         objects = {name: values[name] for name in ("policy", "task") if not isinstance(values[name], Mapping)}
@@ -134,7 +134,7 @@ class RunConfig:
 def defaults() -> Config:
     """The fields of a run that have defaults, as plain values."""
     optional = [f for f in fields(RunConfig) if f.default is not MISSING or f.default_factory is not MISSING]
-    found = {f.name: _default(f) for f in optional if f.name not in ("names", "folders", "given")}
+    found = {f.name: _default(f) for f in optional if not f.metadata}
     return {name: vars(value) if is_dataclass(value) else value for name, value in found.items()}
 
 

@@ -112,7 +112,8 @@ def _explained(error: BaseException) -> tuple[int, str]:
         return WRONG, f"{error.format_message().rstrip('.')} (see {path} --help)"
     if isinstance(error, UsageError):
         return WRONG, str(error)
-    return FAILED, f"{one_line(error)} ({DEBUG}=1 shows where)"
+    hint = "" if os.environ.get(DEBUG) else f" ({DEBUG}=1 shows where)"
+    return FAILED, f"{one_line(error)}{hint}"
 
 
 def program(cli: click.Command) -> Callable[..., int]:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Protocol, TypeVar
 
 LINE_SECONDS = 60.0  # between two lines of a progress bar in a log file
+BAR_SECONDS = 0.5  # between two states of a bar; a notebook keeps all of them
 Item = TypeVar("Item")
 
 
@@ -48,14 +49,16 @@ def meter(title: str, total: int | None = None, done: int = 0, unit: str = "") -
         nonlocal count, behind, written
         count += units
         bar.total = bar.total if total is None else total
-        bar.update(units)
         behind = behind if note is None else note
-        if note is not None:
-            bar.set_postfix_str(note)
+        bar.set_postfix_str(behind, refresh=False)
+        bar.update(units)
         now = time.monotonic()
-        if shown or now - written < LINE_SECONDS:
+        if now - written < (BAR_SECONDS if shown else LINE_SECONDS):
             return
         written = now
+        if shown:
+            bar.refresh()
+            return
         of = "" if bar.total is None else f" of {bar.total}"
         left = ""
         if bar.total is not None and count > done:  # at the average speed so far

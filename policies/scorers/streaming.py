@@ -33,4 +33,4 @@ class Streaming(Scorer):
         return Protected(first=self.sinks)
 
     def score(self, observation: Observation, state: State) -> Tensor:
-        return observation.positions.float()
+        return observation.once(self, observation.positions.float)

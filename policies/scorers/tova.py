@@ -21,6 +21,9 @@ class Tova(AttentionScorer):
 
     needs = Needs(window=1, window_decoding=0, newest_row=True, never_negative=True)
 
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return observation.once(self, lambda: super(Tova, self).score(observation, state))
+
     def raw(self, observation: Observation, state: State) -> Tensor:
         rows = observation.window_attention(1)  # one, and those of a lookahead
         return rows.squeeze(-2) if rows.shape[-2] == 1 else rows.sum(-2)

@@ -150,13 +150,20 @@ class SlotStore(SlotMemory):
             self._flatten(self.contents(), (self.positions >= 0).sum(-1), spare)
         return slots
 
+    def keep_slots(self, slots: Tensor, spare: int) -> None:
+        """Keep slots [B,H,n], in order of position, with `spare` empty ones behind them; no slot is empty before."""
+        assert self._packed
+        assert self.starts is None
+        self._store_positions()
+        self._move(slots, spare)
+        self.use(slots.shape[2], spare)
+        self._ascending, self._whole, self.free, self.lent = True, False, None, False
+
     def replace(self, contents: State, ascending: bool, spare: int = 0) -> None:
-        """Replace all tensors by [B,H,n,...] of kept tokens, without empty slots but for `spare` ones behind them."""
+        """Replace all tensors by [B,H,n,...] of kept tokens; only the last `spare` slots are empty."""
         for name, x in contents.items():
             self._hold(name, x)
-        self.use(contents["positions"].shape[2], 0)
-        if spare:
-            self._lengthen(spare, {})
+        self.use(contents["positions"].shape[2] - spare, spare)
         self._packed, self._ascending, self._whole = True, ascending, False
         self.free, self.lent = None, False
 
@@ -174,13 +181,17 @@ class SlotStore(SlotMemory):
             return mask.long()
         slots = slots_in_order(self.positions, mask, most, even and self._ascending)
         staying = None if even else mask.gather(-1, slots)
-        places = F.pad(slots, (0, spare))  # the spare slots are emptied below
-        for name, x in self.memory.items():
-            self._hold(name, take(x[:, :, : self.used], places))
-            self.memory[name].narrow(2, most, spare).fill_(-1 if name == "positions" else 0)
+        self._move(slots, spare)
         if staying is not None:
             self.memory["positions"].narrow(2, 0, most).masked_fill_(~staying, -1)
         return slots
+
+    def _move(self, slots: Tensor, spare: int) -> None:
+        """Move slots [B,H,n] to the front, followed by `spare` empty ones."""
+        places = F.pad(slots, (0, spare))  # the spare slots are emptied below
+        for name, x in self.memory.items():
+            self._hold(name, take(x[:, :, : self.used], places))
+            self.memory[name].narrow(2, slots.shape[2], spare).fill_(-1 if name == "positions" else 0)
 
     # --- segments of different lengths -----------------------------------------------------------------------------
     def _flatten(self, padded: Mapping[str, Tensor], counts: Tensor, spare: int) -> None:

@@ -108,6 +108,22 @@ class Caote(ValueAware):
         protected: Tensor,
         layer_wide: bool,
     ) -> Tensor:
+        args = scorer, scores, observation, state, protected, layer_wide
+        if self.norm_domain == "candidates":
+            return self._errors(*args)
+        key = self, id(scores), layer_wide  # equal for budgets of one policy
+        return observation.once(key, lambda: (scores, self._errors(*args)))[1]
+
+    def _errors(
+        self,
+        scorer: Scorer,
+        scores: Tensor,
+        observation: Observation,
+        state: State,
+        protected: Tensor,
+        layer_wide: bool,
+    ) -> Tensor:
+        """`score`, computed."""
         counted = None if observation.slots.packed else observation.occupied
         if self.norm_domain == "candidates":
             counted = observation.occupied & ~protected

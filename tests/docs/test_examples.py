@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from parameters import few_fast
-from shown_tables import shown_rows
 
 from kvbench.cli import main
 
@@ -52,12 +51,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-def rows(text: str) -> list[list[str]]:
-    """Policy and tokens kept of the rows of a table."""
-    kept = [[row[0], *(cell for cell in row if re.fullmatch(r"\d+\.\d", cell))] for row in shown_rows(text)]
-    return [row[:2] for row in kept if len(row) > 1]
-
-
 @pytest.mark.parametrize(
     "command",
     few_fast(commands(), [one for one in commands() if "limit=5" in one], pytest.mark.slow("runs every command")),
@@ -73,7 +66,7 @@ def test_a_command_of_the_pages_runs(
     if "limit=5" in command:  # what the page shows
         page = "reader" if "centroid" in command else "policy"
         (shown,) = re.findall(r"```text\n(.*?)```", (DOCS / "extend" / f"{page}.md").read_text(), re.DOTALL)
-        assert rows(printed) == rows(shown) != []
+        assert printed.startswith(shown)  # scores, bytes, peaks and the layout
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("test_")])

@@ -95,7 +95,6 @@ def test_counts_are_those_of_the_tree() -> None:
     demo = load(CONF / "experiment" / "demo.yaml")["hydra"]["sweeper"]["params"]["policy"]
     least, beyond = re.findall(r"python = \">=3\.(\d+),<3\.(\d+)", read("pyproject.toml"))[0]
     for pattern, count in (
-        (r"\((\d+) names\)", len(names("model"))),
         (r"RULER \((\d+) tasks\)|(\d+) synthetic tasks", sum(name.startswith("ruler/") for name in names("task"))),
         (r"lists (\d+) verified|## exact: (\d+)", rows["exact"]),
         (r"## refused: (\d+)", rows["refused"]),

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from kv_models import generated, prompt, tiny
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
+from kvbench.models.given import borrowed
 
 
 @pytest.fixture
@@ -62,3 +64,23 @@ def test_a_compiled_model_generates_the_same_tokens(model: Any) -> None:
     cache = KVCache(model.config, policy, prompt_length=30)
     assert generated(model, [prompt(30)], 4, past_key_values=cache) == expected
     assert int(cache.kept_tokens().max()) == 16 + 3
+
+
+def test_a_vision_tower_keeps_its_attention() -> None:
+    """Pictures of 4 tokens; afterwards tower and text have the attention functions that they had before."""
+    size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    text = {"model_type": "llama", "vocab_size": 100, "num_attention_heads": 2, **size}
+    tower = {"model_type": "clip_vision_model", "num_attention_heads": 2, "image_size": 16, "patch_size": 8, **size}
+    config = LlavaConfig(text_config=text, vision_config=tower, image_token_id=99, vision_feature_layer=-1)
+    model: Any = LlavaForConditionalGeneration(config).eval()
+    model.set_attn_implementation({"vision_config": "eager"})
+    seen = {"input_ids": torch.tensor([[1, *[99] * 4, *range(2, 20)]]), "pixel_values": torch.randn(1, 3, 16, 16)}
+    expected = model(**seen).logits
+    with borrowed(model):
+        assert model.config.vision_config._attn_implementation == "eager"
+        torch.testing.assert_close(model(**seen, past_key_values=full(model)).logits, expected)
+    functions = [model.config.text_config._attn_implementation, model.config.vision_config._attn_implementation]
+    assert functions == ["sdpa", "eager"]
+    model.set_attn_implementation("kvbench")
+    with pytest.raises(ValueError, match=r'a vision or audio tower has none: .*"text_config": "kvbench"'):
+        model(**seen, past_key_values=full(model))

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import JobRuntime
 from hydra.version import base_at_least
 
 import kvbench
@@ -76,6 +77,9 @@ def test_hydras_sweeps_compute_their_runs(line: str, tiny_model: Path, folder: P
         ("hydra.job.chdir=true", "hydra.job.chdir=true has no effect: relative paths"),
         ("policy=", "policy must be a name, or names for a sweep (-m policy=a,b), got ''"),
         ("policy=[snapkv,full]", "policy must be a name, or names for a sweep (-m policy=a,b), got '[snapkv,full]'"),
+        ("-m policy=full,null", "policy must be a name, or names for a sweep (-m policy=a,b), got 'full,null'"),
+        ("logger=null", "logger must be a name, or names for a sweep (-m logger=a,b); logger=none logs nothing"),
+        ("~policy", "policy=null is not allowed: a run needs one"),
         ("reprot runs", "command=reprot does not exist: did you mean report"),
     ],
 )
@@ -85,6 +89,17 @@ def test_settings_that_would_leave_empty_files_are_refused(
     assert main(line.split()) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["mine.yaml"]
+
+
+@pytest.mark.parametrize("form", ["--config-dir . --config-name mine", "--config-dir . experiment=own"])
+def test_a_file_cannot_set_hydras_folders_either(form: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = "hydra: {run: {dir: own}, output_subdir: .hydra}\n"
+    (folder / "mine.yaml").write_text(f"defaults: [config, _self_]\n{text}")
+    (folder / "experiment").mkdir()
+    (folder / "experiment/own.yaml").write_text(f"# @package _global_\n{text}")
+    assert main(form.split()) == 1
+    assert "hydra.run.dir=own has no effect: results are in the folder out=" in capfd.readouterr().err
+    assert not (folder / "own").exists()
 
 
 def test_a_removed_field_has_its_default_and_grids_without_m_warn(
@@ -246,14 +261,14 @@ def test_the_defaults_of_python_are_those_of_the_command_line() -> None:
         assert record[key] == fields[key], key
 
 
-def test_a_policy_is_made_inside_another_hydra_application() -> None:
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-
-    with initialize_config_dir(str(Path.cwd()), version_base="1.3"):
+def test_a_policy_is_made_inside_another_hydra_application(folder: Path) -> None:
+    (folder / "policy").mkdir()
+    (folder / "policy/mine.yaml").write_text("defaults: [knorm, _self_]\n")
+    with initialize_config_dir(str(Path.cwd()), job_name="own", version_base="1.3"):
         before = GlobalHydra.instance().hydra
-        assert kvbench.make_policy("caote_knorm", 64).budget == 64
+        assert kvbench.make_policy("mine", 64, config_dir=folder).budget == 64  # composed here, not in another test
         assert GlobalHydra.instance().hydra is before
+        assert JobRuntime.instance().get("name") == "own"  # which hydra.job.name of the next job is
 
 
 def test_wrappers_accept_policies_that_leave_parts_out(folder: Path) -> None:

@@ -55,7 +55,7 @@ def test_numbers_have_true_minus_signs_and_names_keep_their_hyphens() -> None:
 def test_a_table_fits_a_column_a_page_or_is_broken_and_can_be_referenced() -> None:
     names = [f"task{n}" for n in range(24)]
     wide = Table(frame_of(["policy", *names], [["snapkv"], *([["50.0"]] * 24)]), "all tasks", left=["policy"])
-    narrow = table_of(("policy", "score"), [("snapkv", "0.50")], left=("policy",))
+    narrow = table_of(("policy", "score"), [("snapkv", "0.50")], "own", left=("policy",))
     text = latex(narrow, "my_table")
     assert text.startswith("% \\usepackage{booktabs}\n\\begin{table}\n")
     assert "\\label{tab:my-table}" in text
@@ -64,7 +64,24 @@ def test_a_table_fits_a_column_a_page_or_is_broken_and_can_be_referenced() -> No
     assert text.startswith("% \\usepackage{booktabs}; two columns wide\n\\begin{table*}\n")
     headings = [line for line in text.splitlines() if line.startswith("policy & ")]
     assert [name for line in headings for name in line.removesuffix(r" \\").split(" & ")[1:]] == names
-    assert len(headings) == 2
+    assert len(headings) == 3
     assert max(map(len, headings)) < 130  # characters of a line, across a page
     other = renamed(narrow, {"policy": "method", "snapkv": "SnapKV (ours)", "score": "acc"}, precision=1)
-    assert text_table(other).split() == ["method", "acc", "-" * 18, "SnapKV", "(ours)", "0.5"]
+    assert text_table(other).split() == ["own", "method", "acc", "-" * 18, "SnapKV", "(ours)", "0.5"]
+
+
+def test_a_table_longer_than_a_page_is_several_tables_with_the_columns_of_names_and_no_empty_rows() -> None:
+    """50 rows and 4 budgets, each in a half of the rows: every part has the names, the budget and rows with a score."""
+    scores = [[f"0.{n:02}" + " (0.10-0.90)" * 2 if n % 2 == at else "-" for n in range(50)] for at in (0, 0, 1, 1)]
+    policies = [f"policy{n}" for n in range(50)]
+    frame = frame_of(["policy", "budget", *"abcd"], [policies, ["64"] * 50, *scores])
+    text = latex(Table(frame, "long", notes=["one note"], left=["policy"]), "own")
+    check(text)
+    tables = text.split("\\begin{table*}")[1:]
+    assert len(tables) == 2  # of at most 44 lines
+    assert [re.findall(r"label{(.*?)}", one) for one in tables] == [["tab:own"], ["tab:own-2"]]
+    assert ["one note" in one for one in tables] == [False, True]
+    headings = [line for line in text.splitlines() if line.startswith("policy & ")]
+    assert headings == ["policy & budget & a & b \\\\", "policy & budget & c & d \\\\"]
+    rows = [line.split(" & ")[0] for line in text.splitlines() if re.match(r"policy\d", line)]
+    assert rows == policies[::2] + policies[1::2]

@@ -42,6 +42,7 @@ LINES = {
     "task.nothing=1": "task.nothing=1 is not a field of Niah",
     "model.path=/nowhere": "model.path=/nowhere is not a folder",
     "'model.shape={layers: 0}'": "model.shape={'layers': 0} is not allowed, it must have layers, query_heads",
+    "+model.attn_implementation=sdpa": "model.attn_implementation=sdpa is not allowed: kvbench computes the attention",
     "model=hub model.hub_id=a/b/c": "model.hub_id=a/b/c is not allowed, it must be owner/name",
     "logger=wandb logger.tags=5": "logger.tags=5 must be a list of texts",
     "-m policy=snapkv hydra.launcher.workers=0": "hydra.launcher.workers must be a whole number",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvbench.cache.hook import attention
 from kvbench.config.presets import make_policy
 from kvbench.engine.generate import generate_tokens
 from kvbench.errors import UsageError
@@ -127,9 +128,7 @@ def alone(
 @torch.inference_mode()
 def _transformers(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> Sample:
     """The same generation with transformers' sdpa attention and DynamicCache."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
+    with attention(model, "sdpa"):
         cache, written, times = DynamicCache(config=model.config), list[Tensor](), [seconds(model.device)]
         step = ids
         for _ in range(new_tokens):
@@ -139,8 +138,6 @@ def _transformers(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> Sampl
             if len(times) == 1:
                 times.append(seconds(model.device))
         times.append(seconds(model.device))
-    finally:
-        model.set_attn_implementation(before)
     layers: Any = cache.layers
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     start, prefilled, end = times
