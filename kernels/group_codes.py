@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kvbench.kernels.code_formats import nearest
 from kvbench.kernels.decode import SLOTS_A_PART
+from kvbench.kernels.group_formats import Codes, channels, coded, layouts, places, scaled, tiles
 from kvbench.kernels.join import join
-from kvbench.kernels.quantized import Codes, channels, coded, layouts, places, scaled, tiles
 from kvbench.kernels.references import NewTokens
 from kvbench.kernels.tiles import (
     Rule,

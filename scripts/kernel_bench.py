@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.decode import decode_attention, decode_attention_flat
+from kvbench.kernels.group_codes import Ring
 from kvbench.kernels.prompt import prompt_attention
-from kvbench.kernels.quantized import Packed, Side, quantised_attention
 from kvbench.kernels.query_sums import attention_moments, column_sums, window_statistics
-from kvbench.kernels.references import attention_rows
+from kvbench.kernels.references import NewTokens, attention_rows
+from kvbench.policies.observation import AttentionParams
+from kvbench.policies.stores.group_slots import group_step
+from kvbench.policies.stores.kivi import Kivi
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
@@ -118,21 +121,22 @@ def over_prompts(slots: int) -> Iterator[Case]:
     yield Case(f"window of 32 T={slots}", 2 * keys.nbytes, lambda: window_statistics(*window), pytorch)
 
 
-def codes(bits: int, tokens: int, batch: int = 1) -> Case:
-    """Keys per channel in groups of 128 tokens, values per token, a tail of 128."""
-    group = min(128, tokens)
-    words = torch.randint(2**31 - 1, (batch, H_KV, tokens // group, D, group * bits // 32), device=DEVICE)
-    scale = torch.rand(words.shape[:4], device=DEVICE).half()
-    keys = Packed(words.int(), scale, scale, bits, group, False)
-    words = torch.randint(2**31 - 1, (batch, H_KV, tokens, 1, D * bits // 32), device=DEVICE)
-    scale = torch.rand(words.shape[:4], device=DEVICE).half()
-    values = Packed(words.int(), scale, scale, bits, D, True)
-    tail = drawn(2, batch, H_KV, 128, D)
-    asked = torch.zeros(batch, 1, dtype=torch.int64, device=DEVICE)
-    call = drawn(batch, H_KV * G, 1, D), asked, Side(keys, tail[0]), Side(values, tail[1]), D**-0.5
-    nbytes = sum(x.nbytes for side in (keys, values) for x in (side.words, side.scale, side.minimum)) + tail.nbytes
-    ours = (lambda: quantised_attention(*call)) if GPU else (lambda: call[2].after(0))
-    return Case(f"codes of {bits} bits batch={batch} T={tokens}", nbytes, ours, {})
+def codes(bits: int, tokens: int) -> Case:
+    """A step of kivi: keys per channel in groups of 128 tokens, values per token, 128 newest tokens exact."""
+    codec, memory = Kivi(bits), {}
+    for side, start in enumerate(("keys", "values")):
+        x = drawn(1, H_KV, tokens, D)
+        held = {f"{start} {name}": part for name, part in codec.encode(x, side).items()}
+        memory |= {name: x.reshape(H_KV * tokens, -1) for name, x in held.items()}
+    exact, new = drawn(2, 1, H_KV, codec.most_exact, D), drawn(2, 1, H_KV, 1, D)
+    ring = Ring(exact[0], exact[1], torch.zeros(exact.shape[1:4], dtype=torch.int32, device=DEVICE))
+    starts = torch.arange(H_KV, device=DEVICE)[None] * tokens
+    zeros = torch.zeros_like(starts)
+    places = zeros[:, :1], torch.zeros(H_KV * tokens, dtype=torch.int32, device=DEVICE)
+    call = NewTokens(new[0], new[1], zeros), zeros - 1, memory, ring, places, (starts, zeros + tokens), tokens
+    queries, how = drawn(1, H_KV * G, 1, D), AttentionParams(D**-0.5)
+    nbytes = sum(x.nbytes for x in memory.values()) + exact.nbytes
+    return Case(f"codes of {bits} bits T={tokens}", nbytes, lambda: group_step(codec, queries, *call, how), {})
 
 
 def cases() -> Iterator[Case]:

@@ -9,6 +9,8 @@ Shapes: B batch, H_q query heads, M new tokens of a call, n of them that a reade
 from __future__ import annotations
 
 from collections.abc import Sequence as List
+from copy import deepcopy
+from dataclasses import replace
 from typing import NamedTuple, Self
 
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from kvbench.cache.sequence import Sequence
 from kvbench.cache.step import Step
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
+from kvbench.policies.stores.slot_store import SlotStore
 
 
 class _Read(NamedTuple):
@@ -33,9 +36,22 @@ class _Read(NamedTuple):
     step: Step
 
     def attend(self, queries: Tensor, params: AttentionParams) -> Tensor:
-        step = self.step.read_by(queries, params)
+        step, new = replace(self.step, queries=queries, params=params, observed=False), queries.shape[2]
+        if new < self.step.queries.shape[2]:  # of the last tokens
+            step.keys, step.values = step.keys[:, :, -new:], step.values[:, :, -new:]
+            step.positions, step.fresh = step.positions[:, -new:], False
         first = self.step.policy.schedule.order == "attend_then_evict"
         return attend(step, Needs()) if first else attend_to_survivors(step)
+
+
+def _copied(step: Step) -> Step:
+    """A step over a copy of the slots, which later steps do not change."""
+    held = step.store
+    contents = {"keys": held.keys, "values": held.values, "positions": held.positions}
+    if held.slots.bias is not None:
+        contents["bias"] = held.slots.bias
+    kept = SlotStore.of({name: x.clone() for name, x in contents.items()}, (), held.slots.ascending)
+    return replace(step, store=kept, observed=False, pages=deepcopy(step.pages))
 
 
 class SharedReads(Extra):
@@ -66,7 +82,7 @@ class SharedReads(Extra):
     def attended(self, place: int, step: Step, row: int, first: int) -> None:
         if place in self._layout.owned:
             end = first + step.queries.shape[2]
-            self._reads.setdefault(place, []).append(_Read(row, first, end, step if step.alone else step.copied()))
+            self._reads.setdefault(place, []).append(_Read(row, first, end, step if step.alone else _copied(step)))
 
     def attend(self, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:
         """Attention [B,H_q,n,D] of a reader for the last n of a call's `columns`."""

@@ -5,7 +5,6 @@ Shapes: H_q query heads, H_kv KV heads, m tokens of a step, C slots, D head dim.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from kvbench.cache.layer import Layer
 from kvbench.cache.reading import PageReads
 from kvbench.cache.sequence import Sequence
-from kvbench.kernels.references import attention_logits, visible
 from kvbench.policies.latents import LatentObservation
 from kvbench.policies.observation import (
     MOVED,
@@ -99,23 +97,6 @@ class Step:
         single = self.observed and self.alone and self.queries.shape[2] == 1
         dense = isinstance(self.layer.store, SlotStore) and self.layer.store.starts is None
         return single and dense and self.in_place and self.policy.layers_alike
-
-    def read_by(self, queries: Tensor, params: AttentionParams) -> Step:
-        """This step for a layer that shares its keys and values: queries [1,H_q,n,D] of the last n tokens."""
-        new, some = queries.shape[2], replace(self, queries=queries, params=params, observed=False)
-        if new < self.queries.shape[2]:
-            some.keys, some.values = self.keys[:, :, -new:], self.values[:, :, -new:]
-            some.positions, some.fresh = self.positions[:, -new:], False
-        return some
-
-    def copied(self) -> Step:
-        """This step over a copy of the slots, which later steps do not change."""
-        held = self.store
-        contents = {"keys": held.keys, "values": held.values, "positions": held.positions}
-        if held.slots.bias is not None:
-            contents["bias"] = held.slots.bias
-        kept = SlotStore.of({name: x.clone() for name, x in contents.items()}, (), held.slots.ascending)
-        return replace(self, store=kept, observed=False, pages=deepcopy(self.pages))
 
     # --- latents -----------------------------------------------------------------------------------------------------
     @property
@@ -213,31 +194,9 @@ class Step:
         seen = replace(self.observation, queries=self.queries[:, :, :0].clone(), known={})
         return replace(self, queries=seen.queries, _observation=seen)
 
-    def look_ahead(self, queries: Tensor, places: Tensor, as_prompt: bool, keys: Tensor | None = None) -> None:
-        """Add queries [1,H_q,n,D] of tokens after the prompt, at places [1,n], to the observation window.
-
-        as_prompt: the window moves back by n positions, so that its queries mask tokens as the last ones of the prompt.
-        keys [1,H_kv,n,D] of these tokens, if the softmax includes them.
-        """
-        window = _joined(self.observation.window, queries, places, as_prompt)
-        if keys is not None:
-            window = window._replace(own=self._among_themselves(queries, keys, places))
+    def observe_with(self, window: QueryWindow) -> None:
+        """Replace the observation window."""
         self._observation = replace(self.observation, window=window, known={})
-
-    def _among_themselves(self, queries: Tensor, keys: Tensor, places: Tensor) -> Tensor:
-        """The log-sum-exp [1,H_q,n] of the logits of queries for the keys of the same tokens."""
-        logits = attention_logits(queries, keys, self.params.scaling, self.params.softcap)  # [1,H_kv,G,n,n]
-        seen = visible(places, places[:, None], self.params.sliding_window)
-        return logits.masked_fill(~seen[:, :, None], -torch.inf).logsumexp(-1).flatten(1, 2)
-
-
-def _joined(window: QueryWindow | None, queries: Tensor, places: Tensor, as_prompt: bool) -> QueryWindow:
-    """A window with the queries [1,H_q,n,D] of a lookahead; as_prompt: at the positions of the prompt's last tokens."""
-    ahead = queries.shape[2]
-    if window is not None:
-        queries = torch.cat([window.queries, queries], dim=2)
-        places = torch.cat([window.positions, places], dim=1)
-    return QueryWindow(queries, places - ahead if as_prompt else places, ahead=ahead)
 
 
 def append(

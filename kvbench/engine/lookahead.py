@@ -16,7 +16,9 @@ from kvbench.cache.sequence import Sequence
 from kvbench.cache.step import Step
 from kvbench.engine.logits import base_of, head_logits
 from kvbench.engine.pass_cache import PassCache
+from kvbench.kernels.references import attention_logits, visible
 from kvbench.models.answers import end_tokens
+from kvbench.policies.observation import QueryWindow
 from kvbench.policies.policy import Policy, total_slots
 from kvbench.policies.policy_checks import check_draft
 from kvbench.policies.pre_passes.lookahead import Lookahead
@@ -57,7 +59,35 @@ def look_ahead(
         for step in steps:
             queries = torch.cat(cache.queries[step.layer.index], dim=2)
             own = cache.own[step.layer.index]["keys"] if wanted.softmax == "all" else None
-            step.look_ahead(queries, places.to(queries.device), wanted.official, own)
+            add_to_window(step, queries, places.to(queries.device), wanted.official, own)
+
+
+def add_to_window(step: Step, queries: Tensor, places: Tensor, as_prompt: bool, keys: Tensor | None = None) -> None:
+    """Add queries [1,H_q,n,D] of generated tokens, at places [1,n], to the observation window of a step.
+
+    as_prompt: the window moves back by n positions, so that its queries mask tokens as the last ones of the prompt.
+    keys [1,H_kv,n,D] of these tokens, if the softmax includes them.
+    """
+    window = _window(step.observation.window, queries, places, as_prompt)
+    if keys is not None:
+        window = window._replace(own=_among_themselves(step, queries, keys, places))
+    step.observe_with(window)
+
+
+def _window(before: QueryWindow | None, queries: Tensor, places: Tensor, as_prompt: bool) -> QueryWindow:
+    """A window with the queries of generated tokens at its end, see `add_to_window`."""
+    ahead = queries.shape[2]
+    if before is not None:
+        queries = torch.cat([before.queries, queries], dim=2)
+        places = torch.cat([before.positions, places], dim=1)
+    return QueryWindow(queries, places - ahead if as_prompt else places, ahead=ahead)
+
+
+def _among_themselves(step: Step, queries: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+    """The log-sum-exp [1,H_q,n] of the logits of queries for the keys [1,H_kv,n,D] of the same tokens."""
+    logits = attention_logits(queries, keys, step.params.scaling, step.params.softcap)  # [1,H_kv,G,n,n]
+    seen = visible(places, places[:, None], step.params.sliding_window)
+    return logits.masked_fill(~seen[:, :, None], -torch.inf).logsumexp(-1).flatten(1, 2)
 
 
 def _visible(sequence: Sequence, wanted: Lookahead, steps: List[Step]) -> dict[int, Tensor]:

@@ -7,14 +7,23 @@ Shapes: B batch, H_q query heads, H KV heads, r query rows per KV head, M querie
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import softmax_rows, widen
 from kvbench.policies.observation import AttentionParams
+
+
+class Outliers(NamedTuple):
+    """Exact keys [B,H,E,D] and values [B,H,E,D_v] that replace the tokens at slots [B,H,E] int32; -1 = empty."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
 
 AT_ONCE = 2**12  # slots, over all KV heads, on a CPU: 2 MB of float32 for heads of 128 numbers
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.code_formats import Format
-from kvbench.kernels.quantized import Outliers
 from kvbench.policies.observation import Observation
+from kvbench.policies.stores.code_attention import Outliers
 from kvbench.policies.stores.columns import CodedLayer
 from kvbench.policies.stores.store import Store
 

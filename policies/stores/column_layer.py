@@ -10,9 +10,6 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from kvbench.kernels.quantized import Packed, Side, quantised_attention
-from kvbench.kernels.references import sink_factor
-from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, Observation, SlotInfo, State
 from kvbench.policies.stores.code_attention import attend_to_codes, cover
 from kvbench.policies.stores.coding import Coding
@@ -221,12 +218,10 @@ class ColumnLayer(CodedLayer, CompressedStore):
             return self._attend_by_head(queries, positions, how)
         if not any(column.coded for column in self.columns):
             return None  # all in full precision: the views are the stored tensors
-        out = self._attend_packed(queries, positions, how)
-        if out is None:
-            keys, values = self.columns
-            stored = keys.scores, values.weighted, self.positions, self.codec.traced(self)
-            out, weights = attend_to_codes(queries, positions, how, *stored)
-            self.codec.attended(self, weights, positions)
+        keys, values = self.columns
+        stored = keys.scores, values.weighted, self.positions, self.codec.traced(self)
+        out, weights = attend_to_codes(queries, positions, how, *stored)
+        self.codec.attended(self, weights, positions)
         return out.to(queries.dtype)
 
     def _attend_by_head(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
@@ -237,33 +232,6 @@ class ColumnLayer(CodedLayer, CompressedStore):
         outputs = [head.attend(rows, positions, params) for head, rows, params in groups]
         found = [output for output in outputs if output is not None]
         return torch.cat(found, dim=1) if len(found) == count else None
-
-    def _attend_packed(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
-        """Attention by the kernel on packed codes; None if it does not apply and PyTorch computes attention.
-
-        The kernel decodes (one query each, no sliding window) over one run of plain codes per side: KIVI, OTT, and
-        KCVC in groups. GEAR's blocks add low-rank factors; ZipCache reorders its tokens and needs the weights.
-        """
-        if not use_triton(queries) or queries.shape[2] != 1 or how.sliding_window is not None:
-            return None
-        keys, values = self.side(0), self.side(1)
-        if keys is None or values is None:
-            return None
-        call = queries, positions, keys, values, how.scaling, how.softcap, self.codec.traced(self)
-        out, log_sum_exp, _ = quantised_attention(*call)
-        if how.sinks is None:
-            return out
-        return out * sink_factor(log_sum_exp, how.sinks[..., None])[..., None].to(out.dtype)
-
-    def side(self, side: int) -> Side | None:
-        """A column as `quantised_attention` reads it; None if it has no codes or in another form."""
-        column = self.columns[side]
-        form = self.codec.packed(side, column.tail.tensors["x"].shape[-1])
-        if form is None or not column.coded:
-            return None
-        codes = column.runs[0].codes
-        held = codes.some(0, codes.count)
-        return Side(Packed(held["words"], held["scale"], held["minimum"], *form), column.tail.view("x"))
 
 
 def _decoder(codec: Coding, side: int, dim: int) -> Decoder:

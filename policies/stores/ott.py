@@ -10,11 +10,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.observation import Memory
+from kvbench.policies.stores.code_attention import Outliers
 from kvbench.policies.stores.columns import CodedLayer
 from kvbench.policies.stores.kivi import KiviCodes
 from kvbench.policies.stores.quantiser import NOT_FINITE

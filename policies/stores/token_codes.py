@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.code_formats import Coded, fits
-from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import NewTokens, append, decode_attention_flat_ref, widen
 from kvbench.kernels.tiles import decodes
 from kvbench.kernels.token_codes import append_codes, decode_codes
 from kvbench.policies.constants import on_host
 from kvbench.policies.observation import AttentionParams
-from kvbench.policies.stores.code_attention import attend_to_codes, cover, scores_by_block, weighted_by_block
+from kvbench.policies.stores.code_attention import Outliers, attend_to_codes, cover, scores_by_block, weighted_by_block
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import CompressedStore, Sizes

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_cells import lines, results
 from torch import Tensor
 
 from kvbench.engine import batch as rows
@@ -28,7 +29,6 @@ from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.tools.diagnose import runs_of
 
-HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
 SMALL = ("task=niah", "task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=2", "task.max_new_tokens=6")
 Build = Callable[..., list[Run]]
 
@@ -45,16 +45,6 @@ def cells(tiny_model: Path, tmp_path: Path) -> Build:
         return list(built)
 
     return build
-
-
-def lines(cell: Run) -> list[dict[str, Any]]:
-    """What a run wrote."""
-    return [json.loads(line) for line in (cell.folder / "samples.jsonl").read_text().splitlines()]
-
-
-def results(cell: Run) -> list[dict[str, Any]]:
-    """What a run wrote, but for how it ran."""
-    return [{k: v for k, v in line.items() if k not in HOW} for line in lines(cell)]
 
 
 def completed(errors: Sequence[Exception | None]) -> None:

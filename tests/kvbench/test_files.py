@@ -8,10 +8,11 @@ import pytest
 from plotted_runs import sample, write_run
 
 from kvbench.plot import main as plot
+from kvbench.report.html.report import main as report
 from kvbench.results.__main__ import main as results
 
 
-@pytest.mark.parametrize("name", ["table.csv", "table.parquet", "table.md", "table.tex", "budget.svg"])
+@pytest.mark.parametrize("name", ["table.csv", "table.parquet", "table.md", "table.tex", "budget.svg", "report.html"])
 def test_a_full_disk_keeps_the_older_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "runs", "snapkv", [sample(0, 1.0)])
     (tmp_path / name).write_text("older")
@@ -20,7 +21,8 @@ def test_a_full_disk_keeps_the_older_file(name: str, tmp_path: Path, capsys: pyt
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     try:
         command = [str(tmp_path / "runs"), "-o", str(tmp_path / name)]
-        assert (plot(command) if name.endswith("svg") else results(["collect", *command])) == 2
+        main = {".svg": plot, ".html": report}.get(Path(name).suffix, lambda words: results(["collect", *words]))
+        assert main(command) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)

@@ -1,7 +1,6 @@
 """The report: groups, marks and caveats, what is shown of examples, and the page in a browser without a network."""
 
 import re
-import resource
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +18,7 @@ from kvbench.cli import main as run
 from kvbench.report.html.caveats import caveats
 from kvbench.report.html.examples import LEVELS, examples
 from kvbench.report.html.prompts import prompts_of
-from kvbench.report.html.report import html_report, main, write_report
+from kvbench.report.html.report import html_report, write_report
 from kvbench.report.html.tables import groups, in_order, marks, matrices
 from kvbench.results.columns import frame
 from kvbench.results.result import load_results
@@ -190,21 +189,6 @@ def test_numbers_of_the_page_are_those_of_the_results_and_answers_are_text(folde
     assert "http" not in own.replace("http://evil.test", "")
 
 
-def test_a_full_disk_leaves_the_old_report(tmp_path: Path) -> None:
-    runs(tmp_path / "runs", ("h2o", 1))
-    old = tmp_path / "report.html"
-    old.write_text("old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # a write beyond 10,000 bytes fails
-    try:
-        with pytest.raises(ValueError, match="cannot be written"):
-            write_report(load_results(tmp_path / "runs"), tmp_path / "runs", old)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert old.read_text() == "old"
-    assert {path.name for path in tmp_path.iterdir()} == {"runs", "report.html"}
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser to open")
@@ -248,19 +232,3 @@ def test_in_a_browser_groups_stand_together_all_columns_fit_and_nothing_is_loade
     cell = view.locator("#results td.cell").first.bounding_box()
     assert cell["x"] + cell["width"] <= 500, "the score is visible at 500 pixels"
     view.close()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "kvbench: nowhere is not a folder\n"),
-        ([".", "-o", "r.pdf"], "kvbench: -o r.pdf must end in .html\n"),
-    ],
-)
-def test_a_wrong_request_is_one_message(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    assert capsys.readouterr().err == message

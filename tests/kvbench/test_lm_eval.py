@@ -13,9 +13,11 @@ import pytest
 from lm_eval import simple_evaluate
 
 from kvbench.cli import main
+from kvbench.engine.compute import compute_runs
 from kvbench.results.result import read_result
 from kvbench.tasks.lm_eval.load import manager, provide_squad_metrics, rows_from
 from kvbench.tasks.lm_eval.task import LmEval
+from kvbench.tools.diagnose import runs_of
 
 
 class Bench:
@@ -32,13 +34,13 @@ class Bench:
         code = main([f"task=lm_eval/{task}", *common, *given, *arguments])
         return code, *self._capsys.readouterr()
 
-    def run(self, task: str, *arguments: str, **options: Any) -> list[dict[str, Any]]:
+    def run(self, task: str, *arguments: str) -> list[dict[str, Any]]:
         """The samples of a run that has to succeed."""
-        code, out, said = self(task, *arguments, **options)
-        assert code == 0, said
-        folder = Path(out.strip().splitlines()[-1].removeprefix("results: "))
-        self.folder = folder
-        return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+        given = [f"model={self.model}", f"task=lm_eval/{task}", f"task.data_dir={self.data[task]}", f"out={self.out}"]
+        runs = runs_of([*given, "device=cpu", *arguments])
+        assert compute_runs(runs) == [None]
+        self.folder = runs[0].folder
+        return [json.loads(line) for line in (self.folder / "samples.jsonl").read_text().splitlines()]
 
     @property
     def official(self) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from command_lines import composed
+from small_cells import results
 from transformers import AutoTokenizer
 
 import kvbench
@@ -23,14 +23,6 @@ from kvbench.tasks.lm_eval.task import chat_text
 from kvbench.tasks.task import Example, Task, Thoughts
 from kvbench.tools.diagnose import runs_of
 
-HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """What a run wrote, but for how it ran."""
-    written = (json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if k not in HOW} for line in written]
-
 
 def test_dictated_tokens_are_evicted_while_decoding_and_not_counted(tiny_model: Path, tmp_path: Path) -> None:
     given = [f"model={tiny_model}", "device=cpu", "limit=1", "task=niah_dictated", "task.lengths=[300]"]
@@ -44,9 +36,9 @@ def test_dictated_tokens_are_evicted_while_decoding_and_not_counted(tiny_model: 
         )
     )
     assert not any(compute_runs([*together, *alone, *whole]))
-    assert [lines(cell.folder) for cell in together] == [lines(cell.folder) for cell in alone]
-    full, streaming = (lines(cell.folder) for cell in together)
-    for sample, other, undictated in zip(full, streaming, lines(whole[0].folder), strict=True):
+    assert [results(cell) for cell in together] == [results(cell) for cell in alone]
+    full, streaming = (results(cell) for cell in together)
+    for sample, other, undictated in zip(full, streaming, results(whole[0]), strict=True):
         assert sample["output"] == undictated["output"], "the full cache is the same, however it was filled"
         assert sample["prompt_tokens"] <= 41
         assert sample["generated_tokens"] == 6

@@ -106,14 +106,14 @@ def cached(kind: str, ids: list[list[int]], slug: str) -> tuple[list[list[int]],
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [27, 28, 31, 32, 33, 40])  # the last token that is fed: 32, 33, ...
+@pytest.mark.parametrize("length", [27, 28, 32, 33])  # the last token that is fed: 32, 33, ...
 def test_texts_around_the_length_are_those_of_transformers(kind: str, length: int) -> None:
     """Phi-3's `generate` computes a text again that grows beyond the length; with dynamic NTK it continues."""
     running, ids = fresh(kind), [prompt(length)]
     running.set_attn_implementation("sdpa")
     expected = generated(running, ids, NEW)
     again = kind == "longrope" and 28 <= length <= SHORT
-    for slug in ("full", "fp8", "tova", "h2o"):
+    for slug in ("full", "fp8", "h2o"):
         ours = kvbench.generate(fresh(kind), torch.tensor(ids), make_policy(slug, 12), max_new_tokens=NEW)
         assert slug != "full" or ours.tokens == expected
         if again:

@@ -13,11 +13,13 @@ from small_cells import small_cell
 
 from kvbench.cli import main
 from kvbench.config.parts import part_class
+from kvbench.engine.compute import compute_runs
 from kvbench.errors import ConfigError
 from kvbench.run import digests
 from kvbench.run.run import build_run
 from kvbench.run.run_config import changed_fields, run_config
 from kvbench.tasks.hub import data_file
+from kvbench.tools.diagnose import runs_of
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=2", "task.max_new_tokens=3", "out=runs", "budget=40")
 SCORER = '''
@@ -54,11 +56,12 @@ def run(folder: Path, model: Path, *arguments: str) -> int:
     return main(["--config-dir", str(folder / "my_conf"), f"model={model}", *SMALL, *arguments])
 
 
-def run_anew(folder: Path, model: Path, *arguments: str) -> int:
-    """One command as a fresh process would see it: modules of the folder are read anew."""
+def compute(folder: Path, model: Path, *arguments: str) -> None:
+    """The same without printing, as a fresh process would see it: modules of the folder are read anew."""
     sys.modules.pop("my_scorers", None)
     digests._code_digest.cache_clear()
-    return run(folder, model, *arguments)
+    words = [f"model={model}", *SMALL, "limit=null", *arguments]
+    assert compute_runs(runs_of(words, folder / "my_conf")) == [None]
 
 
 def runs(folder: Path) -> list[str]:
@@ -66,13 +69,13 @@ def runs(folder: Path) -> list[str]:
 
 
 def test_a_corrected_scorer_is_run_again_and_an_explained_one_is_not(own: Path, tiny_model: Path) -> None:
-    assert run_anew(own, tiny_model, "policy=mine") == 0
+    compute(own, tiny_model, "policy=mine")
     (first,) = runs(own)
     (own / "my_scorers.py").write_text(SCORER.replace("Keeps short keys.", "Keeps the keys of small norm.") + "# why\n")
-    assert run_anew(own, tiny_model, "policy=mine") == 0
+    compute(own, tiny_model, "policy=mine")
     assert runs(own) == [first]
     (own / "my_scorers.py").write_text(SCORER.replace("return -observation", "return observation"))
-    assert run_anew(own, tiny_model, "policy=mine") == 0
+    compute(own, tiny_model, "policy=mine")
     assert len(runs(own)) == 2
 
 
@@ -155,7 +158,7 @@ def test_a_run_of_other_versions_is_continued_only_if_asked_and_tables_say_so(
 def test_a_run_continued_on_other_hardware_records_the_difference(
     field: str, value: object, rows: str, said: str, own: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert run(own, tiny_model, "policy=knorm", "limit=1") == 0
+    compute(own, tiny_model, "policy=knorm", "limit=1")
     (name,) = runs(own)
     file = own / "runs" / name / "environment.json"
     environment = json.loads(file.read_text())
@@ -163,7 +166,7 @@ def test_a_run_continued_on_other_hardware_records_the_difference(
     environment["hardware"][field] = value
     file.write_text(json.dumps(environment))
     caplog.clear()
-    assert run(own, tiny_model, "policy=knorm", "limit=2", f"engine.rows={rows}") == 0
+    compute(own, tiny_model, "policy=knorm", "limit=2", f"engine.rows={rows}")
     told = [message for message in caplog.messages if "continued" in message]
     assert len(told) == bool(said)
     assert all(message.endswith(said.format(processor=processor)) for message in told)
@@ -211,6 +214,6 @@ def test_paths_in_messages_are_shown_as_they_were_given() -> None:
 
 def test_a_run_of_a_hidden_model_folder_is_not_hidden(own: Path, tiny_model: Path) -> None:
     shutil.copytree(tiny_model, own / ".model")
-    assert run(own, own / ".model", "policy=knorm") == 0
+    compute(own, own / ".model", "policy=knorm")
     (folder,) = (path.parent for path in own.glob("runs/*/samples.jsonl"))
     assert folder.name.startswith("_model-knorm-40-")

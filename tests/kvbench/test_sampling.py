@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_cells import lines, results
 from transformers import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -29,7 +30,6 @@ from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling
 from kvbench.tools.diagnose import runs_of
 
-HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
 SMALL = ("task=niah", "task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=2", "task.max_new_tokens=6")
 Build = Callable[..., list[Run]]
 
@@ -44,16 +44,6 @@ def cells(tiny_model: Path, tmp_path: Path) -> Build:
         return list(runs_of([*given, "generation.temperature=1.3", "generation.samples=3", *fields]))
 
     return build
-
-
-def lines(cell: Run) -> list[dict[str, Any]]:
-    """What a run wrote."""
-    return [json.loads(line) for line in (cell.folder / "samples.jsonl").read_text().splitlines()]
-
-
-def results(cell: Run) -> list[dict[str, Any]]:
-    """What a run wrote, but for how it ran."""
-    return [{k: v for k, v in line.items() if k not in HOW} for line in lines(cell)]
 
 
 @pytest.mark.parametrize(

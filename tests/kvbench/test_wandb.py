@@ -150,27 +150,6 @@ def written(out: Path, policy: str, scores: list[float | None], budget: int | No
     return Replayed(write_run(out, policy, [sample(i, score) for i, score in enumerate(scores)], budget))
 
 
-def test_runs_computed_together_have_their_own_curves_and_the_difference_to_full(tmp_path: Path) -> None:
-    cells = (
-        written(tmp_path, "tova", [1.0, 0.0, 0.0, 0.0, 0.0]),
-        written(tmp_path, "full", [1.0, 1.0, 0.0, 0.0, 0.0], None),
-    )
-    watch = WandbLogger(folder=str(tmp_path)).watch("both")
-    for cell in cells:
-        watch.started(cell, (), 5)
-    for index in range(5):
-        for cell in cells:
-            watch.finished(cell, cell.row.samples[index])
-    for cell in cells:
-        watch.ended(cell, None)
-    watch.close()  # a part of a sweep, which sends no table
-    tova, full = sorted(stored(tmp_path), key=lambda one: one.summary["score"])
-    assert tova.column("score")[:3] == [1.0, 0.5, pytest.approx(1 / 3)]
-    assert full.column("score")[:3] == [1.0, 1.0, pytest.approx(2 / 3)]
-    assert tova.summary["score_vs_full"] == pytest.approx(-1 / 5)
-    assert "score_vs_full" not in full.summary
-
-
 def test_failed_runs_and_failed_examples_are_marked_and_a_complete_run_is_not_sent_again(tmp_path: Path) -> None:
     cell, other = written(tmp_path / "a", "tova", [1.0, None]), written(tmp_path / "b", "h2o", [1.0, None])
     complete = written(tmp_path / "c", "cake", [1.0])

@@ -13,7 +13,6 @@ import pytest
 from command_lines import MAINS
 
 from kvbench.errors import UsageError
-from kvbench.results.samples import Sample
 from kvbench.tasks.text_files import texts
 from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command
 
@@ -81,11 +80,6 @@ def test_help_and_slips_do_not_wait_for_torch() -> None:
             script += f"with suppress(SystemExit): main({line.split()!r})\n"
     found = subprocess.run([sys.executable, "-c", f"{script}assert 'torch' not in sys.modules"], check=False)
     assert found.returncode == 0
-
-
-def sample(**values: object) -> Sample:
-    known = {"index": 0, "prompt_hash": "a", "prompt_tokens": 3, "references": [], "metadata": {}, "output": "x"}
-    return Sample(**{**known, "score": 1.0, **values})  # type: ignore[arg-type]
 
 
 Write = Callable[[Path], object]

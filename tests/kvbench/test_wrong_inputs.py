@@ -54,6 +54,8 @@ OTHERS = {
     "plot file.txt -o a.svg --format png": "--format png contradicts the suffix of -o a.svg",
     "memory length=1 length=2": "length=2: length is given twice",
     "results collect nowhere -o t.pdf": "-o t.pdf must end in one of .csv",
+    "report nowhere": "nowhere is not a folder",
+    "report . -o r.pdf": "-o r.pdf must end in .html",
     "report nowhere -o no/r.html": "-o no/r.html cannot be written: no does not exist",
     "plot nowhere -o file.txt/p.svg": "-o file.txt/p.svg cannot be written: file.txt is not a folder",
     "score longbench in.jsonl -o /dev/null": "-o /dev/null cannot be written: it is not a file",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -19,3 +21,17 @@ def small_cell(out: Path, model: Path, policy: str = "streamingllm", budget: int
     task = fields.pop("task", "niah")
     cell = build_run(run_config(model, policy, task, out=str(out), budget=budget, **fields))
     return replace(cell, changed=())
+
+
+HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
+"""Fields of a sample that say how it was computed."""
+
+
+def lines(run: Run) -> list[dict[str, Any]]:
+    """What a run wrote."""
+    return [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+
+
+def results(run: Run) -> list[dict[str, Any]]:
+    """What a run wrote, but for how it ran."""
+    return [{k: v for k, v in line.items() if k not in HOW} for line in lines(run)]

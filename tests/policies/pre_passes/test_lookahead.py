@@ -16,7 +16,7 @@ from kvbench.cache.hook import prepare
 from kvbench.cache.step import Step
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.engine.generate import Generation, generate_tokens
-from kvbench.engine.lookahead import _DraftCache
+from kvbench.engine.lookahead import _DraftCache, add_to_window
 from kvbench.policies.observation import QueryWindow
 from kvbench.policies.ranking import Ranking
 
@@ -65,7 +65,8 @@ def test_the_draft_of_speckv_keeps_the_sets_of_the_original_code() -> None:
         step._observation, step.params = seen, seen.params
         places = torch.arange(tokens - before, tokens)[None]
         seen.window = QueryWindow(case["queries"][None, :, :before], places)
-        step.look_ahead(case["queries"][None, :, before:], torch.arange(tokens, tokens + ahead)[None], False, drafted)
+        places = torch.arange(tokens, tokens + ahead)[None]
+        add_to_window(step, case["queries"][None, :, before:], places, False, drafted)
         ranking = policy.rank(step.observation, {})
         found = ranking.scores[0, :, : tokens - before] / (1 if case["reduction"] == "max" else before + ahead)
         torch.testing.assert_close(found, case["pooled"], rtol=1e-4, atol=1e-6)

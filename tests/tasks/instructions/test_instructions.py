@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from task_data import recorded
 
 from kvbench.config.compose import read
 from kvbench.config.parts import build
@@ -33,13 +33,6 @@ ROW = {
 
 def task(name: str, **fields: object) -> Any:
     return build({**read("task", name), **fields})
-
-
-def golden(name: str) -> Iterator[dict[str, Any]]:
-    path = SHARED / f"golden/additions2/{name}.jsonl"
-    if not path.exists():
-        pytest.skip("needs ../shared/golden")
-    return (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
 
 
 @pytest.fixture
@@ -92,7 +85,7 @@ def test_leakage_is_the_recall_of_the_instructions() -> None:
     assert leakage("Use no commas", "I use no commas!")["rougeL_recall"] == 1
     found = leakage("one two three four", f"{REFUSAL} four one", stemmer=False)
     assert (found["rouge1_recall"], found["rougeL_recall"], found["leaked"], found["refused"]) == (0.5, 0.25, 0, 1)
-    for row in golden("leakage_scores"):
+    for row in recorded("additions2/leakage_scores.jsonl"):
         found, plain = (leakage(row["hidden"], row["response"], stemmer) for stemmer in (True, False))
         assert found["rouge1_recall"] == pytest.approx(row["rouge1_recall"])
         assert found["rougeL_recall"] == pytest.approx(row["rougeL_recall"])
@@ -155,7 +148,7 @@ def test_lm_evals_ifeval_reads_a_file_whose_name_has_no_split(folder: Path, piec
 @pytest.mark.parametrize("name", ["ifeval", "ifbench"])
 def test_the_official_verdicts(name: str, tokenizer: Tokenizer) -> None:
     pytest.importorskip("if_verifiable", reason="needs pip install 'kvbench[instructions]'")
-    rows = list(golden(f"{name}_scores"))
+    rows = list(recorded(f"additions2/{name}_scores.jsonl"))
     fields = {"exclude": ["words:start_verb"]} if name == "ifbench" else {}  # its tagger is rarely installed
     one = task({"ifeval": "instructions"}.get(name, name), data_dir=str(SHARED / "data" / name), **fields)
     try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from task_data import recorded
 
 from kvbench.config.compose import read
 from kvbench.config.parts import build
@@ -25,13 +25,6 @@ def task(name: str, **fields: object) -> Any:
     return build({**read("task", f"longproc/{name}"), **fields})
 
 
-def golden(name: str) -> Iterator[dict[str, Any]]:
-    path = SHARED / f"golden/additions2/{name}.jsonl"
-    if not path.exists():
-        pytest.skip("needs ../shared/golden")
-    return (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-
-
 def rows(name: str, tokenizer: Tokenizer) -> tuple[Any, list[Example]]:
     """The task of a set such as countdown_2k, and its examples."""
     own, _, size = name.removesuffix("_few").rpartition("_")
@@ -41,7 +34,7 @@ def rows(name: str, tokenizer: Tokenizer) -> tuple[Any, list[Example]]:
 
 def test_the_official_prompts_and_references(words: Tokenizer) -> None:
     sets: dict[str, list[Example]] = {}
-    for row in golden("longproc_prompts"):
+    for row in recorded("additions2/longproc_prompts.jsonl"):
         examples = sets.setdefault(row["set"], []) or rows(row["set"], words)[1]
         sets[row["set"]] = examples
         example = examples[row["row"]]
@@ -56,7 +49,7 @@ def test_the_official_scores(name: str, words: Tokenizer) -> None:
     if name == "pseudo_to_code" and shutil.which("g++") is None:
         pytest.skip("needs g++")
     sets: dict[str, tuple[Any, list[Example]]] = {}
-    for row in (one for one in golden("longproc_scores") if one["task"] == name):
+    for row in (one for one in recorded("additions2/longproc_scores.jsonl") if one["task"] == name):
         if row["set"] not in sets:
             sets[row["set"]] = rows(row["set"], words)
         one, examples = sets[row["set"]]
