@@ -33,7 +33,7 @@ demo: $(READY)  ## policies at a tight budget on the pocket model: table and pag
 	$(BIN)/kvbench experiment=demo out=results/demo
 	$(BIN)/kvbench report results/demo -o report.html
 
-smollm2: $(READY)  ## the demo on a real language model, SmolLM2-135M: under fifteen minutes
+smollm2: $(READY)  ## the demo on a real language model, SmolLM2-135M: some minutes
 	$(BIN)/kvbench experiment=smollm2 out=results/runs/smollm2
 	$(BIN)/kvbench report results/runs/smollm2 -o report.html
 

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvbench.kernels.selection import LONGEST, kept_slots
+from kvbench.kernels.selection import kept_slots
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.constants import on_device
 
@@ -59,7 +59,7 @@ def select(
     are in order of position; packed: no slot is empty; False means unknown.
     """
     in_order = ascending and packed
-    if use_triton(scores) and scores.shape[-1] <= LONGEST:
+    if use_triton(scores):
         return kept_slots(scores, tie_break, positions, protected, keep)
     if in_order and scores.is_cpu and not isinstance(keep, Tensor) and 0 < keep < scores.shape[-1]:
         kept = _select_by_cut(scores, tie_break, protected, keep)

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+import kvbench
 from kvbench import make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
@@ -107,7 +108,7 @@ def main() -> None:
     table = pd.DataFrame(rows(tiny_llama())).round(1)
     sys.stdout.write(table.to_string(index=False) + "\n")
     if given.output:
-        table.assign(revision=git_revision(Path(__file__).parent), torch=torch.__version__).to_csv(
+        table.assign(revision=git_revision(Path(kvbench.__file__).resolve().parent), torch=torch.__version__).to_csv(
             given.output, index=False
         )
 

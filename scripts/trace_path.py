@@ -100,8 +100,7 @@ def print_gpu_token() -> None:
     batch.admit(Request(torch.arange(32)[None], max_new_tokens=2 * TOKENS), [policy])
     for _ in range(TOKENS):
         batch.step()
-    assert batch.device is not None, "the batch of a GPU takes the steps"
-    cache, tokens = batch.device, torch.tensor([[7]])
+    (cache,), tokens = batch.devices, torch.tensor([[7]])  # the batch of a GPU takes the steps
     with torch.inference_mode():
         entered = traced(lambda: model(tokens, position_ids=cache.positions.clone(), past_key_values=cache))
     print(json.dumps({path: sorted(names) for path, names in entered.items()}))

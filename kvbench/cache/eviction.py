@@ -21,6 +21,7 @@ from kvbench.policies.observation import Observation
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.paged import PagedStore
 from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.store import LayerStore
 
 
 class Evictions:
@@ -183,18 +184,12 @@ def compact(
         per_head = ranking.occupied.sum(-1) - excess  # each keeps its share
     elif per_head is None:
         per_head = policy.allocator.heads(layer.index, ranking, [target])
-    if per_head is None and _by_order(step, ranking):
-        assert isinstance(held, SlotStore)
+    if per_head is None and _by_order(step, ranking) and isinstance(held, SlotStore):
         held.keep_slots(ranking.slots(target), policy.schedule.spare)
         layer.compacted, layer.count = True, target
         return None
     kept = ranking.select(target if per_head is None else per_head)
-    if policy.merger.merges:
-        view = layer.index, step.phase, held.keys, held.values, held.positions, held.state
-        merged = policy.merger.absorb(Eviction(*view, kept, ranking.occupied & ~kept, seen), layer.memory)
-        if merged is not None:
-            new = merged.slots, merged.keys, merged.values
-            held.write(*new) if merged.bias is None else held.write(*new, merged.bias)
+    known = _merge(step, ranking, kept, None if per_head is not None else target, seen)
     if policy.schedule.rerotate:
         assert seen is not None, "checked when the policy is built"
         close_gaps(held, kept, seen)
@@ -203,7 +198,10 @@ def compact(
     paged = isinstance(held, PagedStore)
     if paged and per_head is not None:  # whole pages may hold fewer tokens than the target
         target = int(per_head.max())
-    slots = held.keep(kept, policy.schedule.spare, target if per_head is None else None)
+    if known is not None and isinstance(held, SlotStore):
+        slots = held.keep_slots(known, policy.schedule.spare)
+    else:
+        slots = held.keep(kept, policy.schedule.spare, target if per_head is None else None)
     layer.compacted = True
     # An allocator may give other numbers than the target; the shape has them without a synchronization.
     layer.count = target if policy.allocator.per_head or paged else max(target, slots.shape[-1])
@@ -212,14 +210,36 @@ def compact(
     return kept
 
 
+def _merge(step: Step, ranking: Ranking, kept: Tensor, target: int | None, seen: Observation | None) -> Tensor | None:
+    """Merge evicted tokens into kept ones. Returns the kept slots in order of position, [1,H_kv,target], if known."""
+    layer, policy, held = step.layer, step.policy, step.layer.store
+    if not policy.merger.merges:
+        return None
+    sizes, slots = None, ranking.scores.shape[-1]
+    if target is not None and ranking.ascending and ranking.packed:
+        sizes = target, slots - target
+    view = layer.index, step.phase, held.keys, held.values, held.positions, held.state
+    eviction = Eviction(*view, kept, ranking.occupied & ~kept, seen, sizes)
+    merged = policy.merger.absorb(eviction, layer.memory)
+    if merged is not None:
+        new = merged.slots, merged.keys, merged.values
+        held.write(*new) if merged.bias is None else held.write(*new, merged.bias)
+    return eviction.in_order[0].slots if sizes is not None and _plain(held) else None
+
+
+def _plain(held: LayerStore) -> bool:
+    """Whether a store keeps slots of equal number in every head, as they are."""
+    return isinstance(held, SlotStore) and type(held).keep is SlotStore.keep and not held.ragged
+
+
 def _by_order(step: Step, ranking: Ranking) -> bool:
     """Whether a prompt's slots are taken from the order of preference, which budgets of one policy share.
 
     On a CPU, a threshold on the scores is faster; and what else an eviction does needs a mask of the kept slots.
     """
-    policy, held = step.policy, step.layer.store
+    policy = step.policy
     if step.phase != "prompt" or ranking.scores.is_cpu or step.layer.ranking is not None:
         return False
-    plain = type(held).keep is SlotStore.keep and isinstance(held, SlotStore) and held.starts is None
     masked = policy.merger.merges or policy.schedule.rerotate or policy.needs.kept or policy.allocator.per_head
-    return plain and not masked and step.sequence.on_evict is None and ranking.ascending and ranking.packed
+    plain = _plain(step.layer.store) and ranking.ascending and ranking.packed
+    return plain and not masked and step.sequence.on_evict is None

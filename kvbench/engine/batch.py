@@ -1,8 +1,9 @@
 """The decode batch: sequences of any policy, budget, length and example take their decoding steps together.
 
-On a GPU, sequences of one kind of store are in a `DeviceBatch`, whose steps may be recorded as CUDA graphs; all others,
-and all on a CPU, are in a plain cache. Each of both is one call of the model. Each sequence has the same tokens, kept
-positions, bytes and audit as in a batch of one: exactly on a CPU, and up to the rounding of its kernels on a GPU.
+On a GPU, the sequences of each format of stores are in a `DeviceBatch`, whose steps may be recorded as CUDA graphs; all
+others, and all on a CPU, are in a plain cache. Each of these is one call of the model. Each sequence has the same
+tokens, kept positions, bytes and audit as in a batch of one: exactly on a CPU, and up to the rounding of its kernels
+on a GPU.
 
 Shapes: S sequences, T prompt tokens, V vocabulary.
 """
@@ -42,11 +43,11 @@ class DecodeBatch:
 
     def __init__(self, model: PreTrainedModel, cuda_graph: bool = False, strict: bool = True) -> None:
         self._model = model
-        self._recorder = Recorder(model, strict) if cuda_graph else None
+        self._cuda_graph, self._strict = cuda_graph, strict
         self._blocks = BlockRecorder(model, strict=False) if cuda_graph else None
         self._layout = layout_of(model.config)
         self._plain: KVCache | None = None
-        self.device: DeviceBatch | None = None
+        self.devices: dict[DeviceBatch, Decode] = {}
         self.sequences: list[LiveSequence] = []
 
     @property
@@ -57,7 +58,7 @@ class DecodeBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of all sequences, each as if it was alone."""
-        return sum(cache.nbytes for cache in (self._plain, self.device) if cache is not None)
+        return sum(cache.nbytes for cache in (self._plain, *self.devices) if cache is not None)
 
     # --- admission -------------------------------------------------------------------------------------------------
     def can_admit(self, request: Request) -> bool:
@@ -133,20 +134,17 @@ class DecodeBatch:
         if outgrown:
             return self._restart(outgrown)
         live = {sequence.cache.sequence: sequence for sequence in self.sequences if sequence.cache is not None}
-        eager, plain = partial(next_logits, self._model), self._plain
+        plain = self._plain
         try:
             if use_triton(self.sequences[0].request.input_ids) and self._model.dtype != torch.float64:
-                if self.device is None:
-                    self.device = DeviceBatch(plain.config)
-                self.device.admit(plain.sequences)
-                plain.sequences[:] = [one for one in plain.sequences if one not in self.device.sequences]
+                self._move_to_device(plain)
             if plain.sequences:
-                self._decode(plain, [live[one] for one in plain.sequences], eager)
-            if self.device is not None and self.device.sequences:
-                rows = [None if one is None else live[one] for one in self.device.rows]
-                self._decode(self.device, rows, self._recorder or eager)
-        except Exception as error:  # both caches are in the middle of a call
-            self._plain = self.device = None
+                self._decode(plain, [live[one] for one in plain.sequences], partial(next_logits, self._model))
+            for batch, decode in self.devices.items():
+                if batch.sequences:
+                    self._decode(batch, [None if one is None else live[one] for one in batch.rows], decode)
+        except Exception as error:  # the caches are in the middle of a call
+            self._plain, self.devices = None, {}
             for sequence in self.sequences:
                 sequence.error = sequence.error or error
         ended = [sequence for sequence in self.sequences if sequence.done]
@@ -154,6 +152,20 @@ class DecodeBatch:
         for sequence in ended:
             _audit(sequence)
         return ended
+
+    def _move_to_device(self, plain: KVCache) -> None:
+        """Move the sequences whose steps can be recorded into the batch of their format, and prepare all batches."""
+        waiting = list(self.devices)
+        while waiting or plain.sequences:
+            batch = waiting.pop(0) if waiting else DeviceBatch(plain.config)
+            batch.admit(plain.sequences)
+            taken = set(batch.sequences)
+            if not taken and batch not in self.devices:
+                return
+            plain.sequences[:] = [one for one in plain.sequences if one not in taken]
+            if batch not in self.devices:
+                eager = partial(next_logits, self._model)
+                self.devices[batch] = Recorder(self._model, self._strict) if self._cuda_graph else eager
 
     def _outgrows(self, sequence: LiveSequence) -> bool:
         """Whether the text so far must be computed again (`kvbench.cache.families.AGAIN`)."""
@@ -205,8 +217,9 @@ class DecodeBatch:
             held = sequence.cache.sequence
             if self._plain is not None and held in self._plain.sequences:
                 self._plain.sequences.remove(held)
-            if self.device is not None and held in self.device.sequences:
-                self.device.free(held)
+            for batch in self.devices:
+                if held in batch.sequences:
+                    batch.free(held)
 
 
 def _new_sequence(request: Request, policy: Policy) -> LiveSequence:

@@ -4,6 +4,7 @@ Shapes: B batch, H KV heads, T slots, E evicted and C kept tokens (maxima over h
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import LOGITS_AT_ONCE_GPU, widen
 from kvbench.policies.checks import check_choices, number
-from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, Vectors, in_order
+from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, Vectors
 from kvbench.policies.stores.slots import padded, spread_index, take
 
 SIMILARITIES_AT_ONCE = 2**19  # 2 MiB of float32: similarities are computed for some evicted tokens at a time
@@ -51,16 +52,20 @@ def unit(vectors: Tensor) -> Tensor:
     return vectors / length.clamp_(min=NORM_FLOOR)
 
 
-def match(gone: Tensor, own: Tensor, present: Tensor) -> Match:
+def match(gone: Tensor, own: Tensor, present: Tensor | None) -> Match:
     """Nearest kept vector [B,H,C,D] among `present` [B,H,C] for each evicted [B,H,E,D], by cosine similarity (eq. 9).
 
-    Ties (`margin`) go to the older kept token. Padding entries repeat the head's first token.
+    present None: all. Ties (`margin`) go to the older kept token. Padding entries repeat the head's first token.
     """
-    own = widen(own)
+    own = unit(widen(own))
     kept = own.shape[2]
     places = torch.arange(-(-kept // GROUP) * GROUP, device=own.device)
-    places = torch.where(F.pad(present, (0, len(places) - kept)), places, 0)
-    candidates = take(unit(own), places).transpose(-1, -2).contiguous()  # [B,H,D,C]
+    if present is None:
+        places = places.masked_fill_(places >= kept, 0).expand(*own.shape[:2], -1)
+    else:
+        places = torch.where(F.pad(present, (0, len(places) - kept)), places, 0)
+    whole = present is None and places.shape[-1] == kept
+    candidates = (own if whole else take(own, places)).transpose(-1, -2).contiguous()  # [B,H,D,C]
     most = LOGITS_AT_ONCE_GPU if own.is_cuda else SIMILARITIES_AT_ONCE  # small pieces stay in a CPU's cache
     at_once = max(1, most // candidates[:, :, 0].numel())
     parts = [_nearest(unit(some) @ candidates) for some in gone.split(at_once, dim=2)]
@@ -106,14 +111,15 @@ def _below(similarity: Tensor, threshold: Tensor) -> Tensor:
     return similarity < threshold - margin(similarity.dtype)
 
 
-def add_at(total: Tensor, places: Tensor, parts: Tensor) -> None:
-    """total [B,H,C,D] += parts [B,H,E,D] at indices [B,H,E], in place and in a deterministic order of additions."""
-    if not total.is_cuda:
-        total.scatter_add_(2, spread_index(places, parts), parts)
-        return
-    heads = torch.arange(total.shape[0] * total.shape[1], device=total.device).view(*total.shape[:2], 1)
-    rows = (heads * total.shape[2] + places).flatten()
-    total.flatten(0, 2).index_put_((rows,), parts.flatten(0, 2), accumulate=True)  # sorts first, unlike scatter_add_
+def sums_at(shape: Sequence[int], places: Tensor, parts: list[Tensor]) -> list[Tensor]:
+    """Sums [B,H,C,D] of parts [B,H,E,D] at places [B,H,E], in a deterministic order of additions; shape [B,H,C]."""
+    if not places.is_cuda:
+        totals = [part.new_zeros(*shape, part.shape[3]) for part in parts]
+        return [x.scatter_add_(2, spread_index(places, part), part) for x, part in zip(totals, parts, strict=True)]
+    heads, whole = torch.arange(shape[0] * shape[1], device=places.device).view(*shape[:2], 1), torch.cat(parts, -1)
+    rows, total = (heads * shape[2] + places).flatten(), whole.new_zeros(*shape, whole.shape[3])
+    total.flatten(0, 2).index_put_((rows,), whole.flatten(0, 2), accumulate=True)  # sorts first, unlike scatter_add_
+    return list(total.split([part.shape[3] for part in parts], -1))
 
 
 @dataclass(frozen=True)
@@ -156,21 +162,21 @@ class ThresholdedMerge(Merger):
             )
 
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
-        evicted, kept = (in_order(chosen, eviction.positions) for chosen in (eviction.evicted, eviction.kept))
+        (kept, evicted), whole = eviction.in_order, eviction.sizes is not None  # whole: there is no padding
         if not evicted.slots.shape[-1] or not kept.slots.shape[-1]:
             return None
         keys, values = (
             Exchange(take(x, kept.slots), widen(take(x, evicted.slots))) for x in (eviction.keys, eviction.values)
         )
         if self.similarity == "separate":
-            new_keys = self._merged(keys, [keys], evicted, kept, memory, "tau")
-            new_values = self._merged(values, [values], evicted, kept, memory, "tau_values")
+            new_keys = self._merged(keys, [keys], evicted, kept, memory, "tau", whole)
+            new_values = self._merged(values, [values], evicted, kept, memory, "tau_values", whole)
             new = new_keys + new_values
         else:
             new = self._merged(
-                keys if self.similarity == "keys" else values, [keys, values], evicted, kept, memory, "tau"
+                keys if self.similarity == "keys" else values, [keys, values], evicted, kept, memory, "tau", whole
             )
-        if bool(kept.present.all()):
+        if whole or bool(kept.present.all()):
             return Merged(kept.slots, *new)
         # Padding entries repeat the head's first token.
         entries = torch.arange(kept.slots.shape[-1], device=kept.slots.device).where(kept.present, 0)
@@ -195,22 +201,22 @@ class ThresholdedMerge(Merger):
         return Merged(nearest, *new)
 
     def _merged(
-        self, judged: Exchange, pairs: list[Exchange], evicted: Slots, kept: Slots, memory: MergeState, tau: str
-    ) -> list[Tensor]:
+        self, judged: Exchange, pairs: list[Exchange], evicted: Slots, kept: Slots, memory: MergeState, tau: str,
+        whole: bool,
+    ) -> list[Tensor]:  # fmt: skip
         """New contents of kept slots for each pair, matched by `judged` and accepted by the threshold of that name."""
-        found = match(judged.gone, judged.own, kept.present)  # evicted vectors were widened, so narrowing is exact
-        accepted = evicted.present & kept.present.any(-1, keepdim=True)
+        # Evicted vectors were widened, so narrowing is exact.
+        found = match(judged.gone, judged.own, None if whole else kept.present)
+        accepted = evicted.present if whole else evicted.present & kept.present.any(-1, keepdim=True)
         if self.ema:
-            accepted &= self._passes(found.similarity, accepted, memory, tau)
+            accepted = accepted & self._passes(found.similarity, accepted, memory, tau)
         gain, mass = (x.masked_fill(~accepted, 0.0)[..., None] for x in self._weights(found.similarity))
-        masses = mass.new_zeros(*kept.slots.shape, 1)
-        add_at(masses, found.nearest, mass)
         if self.merge == "weighted" and self.weight == "printed":
+            (masses,) = sums_at(kept.slots.shape, found.nearest, [mass])
             gain = masses.gather(2, found.nearest[..., None]).masked_fill(~accepted[..., None], 0.0)
+        masses, *sums_of_pairs = sums_at(kept.slots.shape, found.nearest, [mass, *(gain * pair.gone for pair in pairs)])
         merged = []
-        for own, gone in pairs:
-            sums = gone.new_zeros(own.shape)
-            add_at(sums, found.nearest, gain * gone)
+        for (own, _), sums in zip(pairs, sums_of_pairs, strict=True):
             mixed = (self._base * widen(own) + sums) / (self._base + masses)
             merged.append(torch.where(masses > 0, mixed.to(own.dtype), own))
         return merged

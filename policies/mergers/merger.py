@@ -5,6 +5,7 @@ Shapes: B batch, H_kv KV heads, T slots, D head dim.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple, Self
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Memory, Observation, Phase, State
-from kvbench.policies.stores.slots import padded, take
+from kvbench.policies.stores.slots import padded, slots_in_order, take
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Eviction:
     """A layer just before an eviction, with masks of `kept` and `evicted` slots, bool [B,H_kv,T].
 
     keys, values [B,H_kv,T,D]; positions [B,H_kv,T] (-1 = empty); state as for the scorer. seen: the layer's observation
-    (its newest queries, ...); None if single tokens are evicted.
+    (its newest queries, ...); None if single tokens are evicted. sizes: numbers of kept and of evicted slots, if they
+    are those of every head, no slot is empty, and tokens are in order of position.
     """
 
     layer: int
@@ -32,6 +34,19 @@ class Eviction:
     kept: Tensor
     evicted: Tensor
     seen: Observation | None = None
+    sizes: tuple[int, int] | None = None
+
+    @cached_property
+    def in_order(self) -> "tuple[Slots, Slots]":
+        """The kept and the evicted slots of every head, the oldest position first."""
+        if self.sizes is None:
+            return in_order(self.kept, self.positions), in_order(self.evicted, self.positions)
+        found = [
+            slots_in_order(self.positions, mask, size, ascending=True)
+            for mask, size in zip((self.kept, self.evicted), self.sizes, strict=True)
+        ]
+        kept, evicted = (Slots(slots, torch.ones_like(slots, dtype=torch.bool)) for slots in found)
+        return kept, evicted
 
 
 class Vectors:

@@ -132,7 +132,9 @@ class Gear(GroupCodec):
     def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
         if "words" not in codes:
             return widen(codes["exact"])
-        x = torch.cat([self.plain(codes, side, dim), widen(codes["exact"])], dim=2)
+        x = self.plain(codes, side, dim)
+        if codes["exact"].shape[2]:
+            x = torch.cat([x, widen(codes["exact"])], dim=2)
         left, right = widen(codes["left"]), widen(codes["right"])
         if "places" in codes:
             columns = _columns(x, side).scatter_add_(-2, codes["places"].long(), codes["excess"].to(x.dtype))

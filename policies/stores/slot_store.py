@@ -150,14 +150,20 @@ class SlotStore(SlotMemory):
             self._flatten(self.contents(), (self.positions >= 0).sum(-1), spare)
         return slots
 
-    def keep_slots(self, slots: Tensor, spare: int) -> None:
-        """Keep slots [B,H,n], in order of position, with `spare` empty ones behind them; no slot is empty before."""
+    @property
+    def ragged(self) -> bool:
+        """Whether heads may have, or will have, different numbers of slots."""
+        return self._ragged or self.starts is not None
+
+    def keep_slots(self, slots: Tensor, spare: int) -> Tensor:
+        """`keep` for slots [B,H,n] in order of position, if no slot is empty."""
         assert self._packed
-        assert self.starts is None
+        assert not self.ragged
         self._store_positions()
         self._move(slots, spare)
         self.use(slots.shape[2], spare)
         self._ascending, self._whole, self.free, self.lent = True, False, None, False
+        return slots
 
     def replace(self, contents: State, ascending: bool, spare: int = 0) -> None:
         """Replace all tensors by [B,H,n,...] of kept tokens; only the last `spare` slots are empty."""

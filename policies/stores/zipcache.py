@@ -55,22 +55,20 @@ def lowest(saliency: Tensor, share: float) -> Kinds:
 
 def kinds_of(codes: Mapping[str, Tensor], tokens: int) -> Kinds:
     """The kinds of coded tokens."""
-    low = unpack(codes["marks"], 1, tokens).bool()
-    return Kinds(low, int(low[0, 0].sum()))
+    return Kinds(unpack(codes["marks"], 1, tokens).bool(), codes["low"].shape[2])
 
 
 def split(x: Tensor, kinds: Kinds) -> tuple[Tensor, Tensor]:
     """Tokens x [1,H,N,D] by kind, each in order: of more bits [1,H,N-size,D], of fewer bits [1,H,size,D]."""
-    order = kinds.low.to(torch.uint8).argsort(dim=-1, stable=True)
-    high, low = take(x, order).split([x.shape[2] - kinds.size, kinds.size], dim=2)
+    high, low = (take(x, tokens) for tokens in order(kinds))
     return high, low
 
 
-def places(kinds: Kinds) -> Tensor:
-    """[1,H,N] place of each head's i-th token in the order of `split`."""
-    count, before = kinds.low.shape[-1], kinds.low.cumsum(-1, dtype=torch.int32)
-    steps = torch.arange(count, dtype=torch.int32, device=kinds.low.device)
-    return torch.where(kinds.low, before + (count - kinds.size - 1), steps - before).long()
+def order(kinds: Kinds) -> tuple[Tensor, Tensor]:
+    """The tokens [1,H,n] of each kind, in order: of more bits, of fewer bits."""
+    tokens = kinds.low.to(torch.uint8).argsort(dim=-1, stable=True)
+    high, low = tokens.split([tokens.shape[-1] - kinds.size, kinds.size], dim=-1)
+    return high, low
 
 
 def channel_scales(parts: tuple[Tensor, Tensor]) -> Tensor:
@@ -202,6 +200,7 @@ class ZipCache(GroupCodec):
         """
         parts = split(x, kinds)
         codes = {"marks": pack(kinds.low.to(torch.uint8), 1)}
+        codes["low"] = codes["marks"].new_empty(*x.shape[:2], kinds.size, 0)  # no bytes: the number of such tokens
         if side == 1:
             codes["scales"] = channel_scales(parts)
         for name, part, quantiser in zip(("high", "low"), parts, self.quantisers, strict=True):
@@ -216,13 +215,18 @@ class ZipCache(GroupCodec):
         return codes
 
     def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
-        kinds, parts = kinds_of(codes, tokens), []
-        counts = {"high": tokens - kinds.size, "low": kinds.size}
-        for (name, count), quantiser in zip(counts.items(), self.quantisers, strict=True):
-            own = {key: codes[f"{name} {key}"] for key in Group._fields} if count else {}
-            if side == 0 and count:
-                parts.append(quantiser.of_channels(own, count).flatten(2, 3))
-            elif count:
-                x = parted(quantiser.of_tokens(own, codes["marks"].shape[1] * dim), dim)
-                parts.append(x.mul_(codes["scales"]))
-        return take(torch.cat(parts, dim=2), places(kinds))
+        kinds, heads, whole = kinds_of(codes, tokens), codes["marks"].shape[1], None
+        for name, chosen, quantiser in zip(("high", "low"), order(kinds), self.quantisers, strict=True):
+            count = chosen.shape[2]
+            if not count:
+                continue
+            own = {key: codes[f"{name} {key}"] for key in Group._fields}
+            if side == 0:
+                x = quantiser.of_channels(own, count).flatten(2, 3)
+            else:
+                x = parted(quantiser.of_tokens(own, heads * dim), dim).mul_(codes["scales"])
+            whole = x.new_empty(1, heads, tokens, dim) if whole is None else whole
+            rows = chosen + tokens * torch.arange(heads, device=chosen.device)[:, None]
+            whole.view(-1, dim).index_copy_(0, rows.flatten(), x.flatten(0, 2))
+        assert whole is not None, "a run of codes has tokens"
+        return whole

@@ -16,9 +16,8 @@ import ledger_pages
 import policy_pages
 import pytest
 import yaml
-from documents import CODE, PAGES, ROOT, files, read
+from documents import CODE, PAGES, ROOT, files, policy_exists, read, runs
 
-from kvbench import make_policy
 from kvbench.config.compose import CONF, load, names
 from kvbench.config.parts import part_class
 from kvbench.models.loading import ModelSpec
@@ -27,8 +26,11 @@ from kvbench.policies.press import KVPress
 
 SOURCES = [*PAGES, ROOT / "docs" / "ledger.yaml"]
 OTHERS = {kind: set(found) for kind, found in yaml.safe_load(read("tests/docs/others.yaml")).items()}
-FIELD = re.compile(r"(?<![\w.~/\"'\[-])\+{0,2}([a-z_][\w.]*)=([\w/.]*)")
-FILE = re.compile(r"`([\w./-]+\.(?:py|md|yaml|csv|svg|sh|gz))`")
+FIELD = re.compile(r"(?<![\w.~/\"'\[-])\+{0,2}([a-z_][\w.]*)=([\w/.,-]*)")
+FILE = re.compile(r"`([\w./-]+\.(?:py|md|ya?ml|csv|svg|sh|gz|jsonl?|log|toml|txt|safetensors))`")
+PATH = re.compile(
+    r"(?<![\w./])(?:policy|task|model|engine|generation|logger|scorer|value|allocator|merger|store|schedule)\.[a-z_][\w.]*"
+)
 COMMIT = r"(?=\w*\d)(?=\w*[a-f])[0-9a-f]{8}"
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
@@ -64,7 +66,7 @@ def fields() -> dict[str, set[str]]:
     for line in read(CONF / "config.yaml").splitlines():
         indent, key, rest = re.match(r"( *)(\w*):?(.*)", line).groups()  # type: ignore[union-attr]
         outer = outer if indent else key
-        add(f"{outer}.{key}" if indent else key, rest)
+        add(f"{outer}.{key}" if indent else key, " ".join(re.findall(r"[;,#]\s*(\w+)", rest)))
     for file in (CONF / "logger").glob("*.yaml"):
         for key in load(file):
             add(f"logger.{key}", read(file))
@@ -79,18 +81,15 @@ def fields() -> dict[str, set[str]]:
     return known
 
 
-def policy_exists(name: str) -> bool:
-    """Whether a name is that of a policy, a composed one too; some are named because they are refused."""
-    try:
-        make_policy(name, 64)
-    except ValueError as error:
-        return "does not exist" not in str(error)
-    return True
-
-
 def value_is_known(name: str, value: str) -> bool:
-    """Whether a field may have a word as its value."""
-    if not re.fullmatch(r"[a-z_]\w+", value) or value in ("true", "false", "null", "none", *OTHERS["readers"]):
+    """Whether a field may have a word, or each of some words, as its value."""
+    if "," in value:
+        return all(value_is_known(name, one) for one in value.split(","))
+    if (
+        name == "logger.project"
+        or not re.fullmatch(r"[a-z_]\w+", value)
+        or value in ("true", "false", "null", "none", *OTHERS["readers"])
+    ):
         return True
     return value in fields()[name] or (name == "policy" and policy_exists(value))
 
@@ -98,24 +97,30 @@ def value_is_known(name: str, value: str) -> bool:
 def test_every_field_exists_and_may_have_its_value() -> None:
     wrong = []
     for page, text in pages():
-        for name, value in (found for code in CODE.findall(text) for found in FIELD.findall(code.split("(")[0])):
+        codes = [code.split("(")[0] for code in CODE.findall(text)] + [" ".join(words) for words in runs(text)]
+        for name, value in (found for code in codes for found in FIELD.findall(code)):
             if name.startswith(("hydra.", "policy.press.", *OTHERS["old"])) or name in OTHERS["arguments"]:
                 continue
             wrong += [] if name in fields() and value_is_known(name, value) else [(page.name, name, value)]
-    assert wrong == []
+        for path in (path.rstrip(".") for code in CODE.findall(text) for path in PATH.findall(code)):
+            known = path in fields() or f"policy.{path}" in fields() or path.startswith("policy.press.")
+            wrong += [] if known or path in OTHERS["arguments"] or path.endswith(".py") else [(page.name, path, "")]
+    assert wrong == [], wrong
 
 
 def test_every_file_in_backticks_exists() -> None:
+    """In the repository, or as a file that code writes or a command of the page makes."""
     folders = ("tests", "docs", "scripts", "conf", "results", "kvbench", "policies", "kernels", "tasks")
     tree = {file.name for folder in folders for file in (ROOT / folder).rglob("*")} | {f.name for f in ROOT.iterdir()}
+    code = "".join(map(read, files("kvbench", "tasks", "scripts")))
     wrong = []
     for page, text in pages():
-        made = {Path(name).stem for name in re.findall(r"(?:-o |out=)(\S+)", text)} | {*OTHERS["readers"], "multirun"}
+        made = {Path(name).stem for name in re.findall(r"(?:-o |out=|title=\")(\S+)", text)} | OTHERS["readers"]
         for name in {*FILE.findall(text)} if page.name != "CHANGELOG.md" else ():
-            places = (ROOT, ROOT / "kvbench", page.parent)
-            known = any((place / name).exists() for place in places) or ("/" not in name and name in tree)
-            wrong += [] if known or Path(name).stem in made else [(page.name, name)]
-    assert wrong == []
+            known = any((place / name).exists() for place in (ROOT, ROOT / "kvbench", page.parent))
+            known = known or ("/" not in name and (name in tree or name in code)) or Path(name).stem in made
+            wrong += [] if known else [(page.name, name)]
+    assert wrong == [], wrong
 
 
 def test_every_word_and_flag_of_a_code_is_in_the_code() -> None:
@@ -142,7 +147,7 @@ def test_every_word_and_flag_of_a_code_is_in_the_code() -> None:
         words = {*FLAG.findall(text), *re.findall(r"[A-Za-z_]\w*", FLAG.sub(" ", codes))} - known
         words -= {word for word in words if re.fullmatch(COMMIT, word)}
         wrong += [(page.name, word) for word in words if not policy_exists(word)]
-    assert wrong == []
+    assert wrong == [], wrong
 
 
 def test_launchers_and_sweepers_of_the_pages_are_configured() -> None:
@@ -183,7 +188,7 @@ def test_links_to_pages_made_at_build_time_and_parts_of_the_api_exist() -> None:
             module, _, name = path.rpartition(".")
             found = (name[0].islower() and importable(path)) or hasattr(import_module(module), name)
             wrong += [] if found else [(page.name, path)]
-    assert wrong == []
+    assert wrong == [], wrong
 
 
 def importable(path: str) -> bool:

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [page for page in sorted(ROOT.glob("results/*/README.md")) if any(page.parent.glob("*.csv"))]
 PAGES += [ROOT / "docs" / "results.md"]
-SETTINGS = {"95%", "2.5", "1.3", "5%", "10%", "29%", "12.5%", "6.25%", "40%", "110.7", "55.4"}
+SETTINGS = {"95%", "2.5", "1.3", "5%", "10%", "29%", "12.5%", "6.25%", "40%"}
 """Numbers of pages that are settings (confidence, bits, parameters, shares of the prompt), not results."""
 NUMBER = re.compile(r"(?<![\w.`/-])[-+]?\d[\d,]*(?:\.\d+)?%?(?![\w`/]|\.\d)")
 INTERVAL = re.compile(r"(?<![\w.`/-])(_)\*?(?: \(|, )(_)(?: to |\.\.|-)(_)(?![\w%])".replace("_", r"[-+]?\d+\.\d+"))
@@ -98,6 +98,9 @@ def unknown(block: str, known: Sequence[Row]) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_every_number_of_a_page_is_in_its_csv_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
+    heads = [path.open(encoding="utf-8").readline() for path in page.parent.glob("*.csv")]
+    assert page.parent.name == "docs" or re.search(r"\b(?=\w*\d)[0-9a-f]{8}\b", text), "no commit"
+    assert "kvbench_revision" in text or not any("kvbench_revision" in head for head in heads), "no revision"
     named = {ROOT / "results" / name for name in re.findall(r"results/(\w+)/", text) if page.parent.name == "docs"}
     known = [row for folder in sorted(named or {page.parent}) for row in rows(folder)]
     wrong = [(number, block) for block in blocks(text) for number in unknown(block, known)]
@@ -135,3 +138,25 @@ def test_every_measured_number_of_the_speed_page_is_in_the_file_that_its_section
         section = re.sub(r"(torch|Triton|transformers|Llama-) ?[\d.]+", "", section)
         measured = re.findall(r"(?<![\w.-])(\d+\.\d+|\d+(?= ?m?s\b))(?!\d|\.\d)", section)
         assert [number for number in measured if not known[0].shows([number])] == [], section[:30]
+
+
+def test_counts_of_rows_and_examples_are_those_of_the_csv_files() -> None:
+    asked = 0
+    for page in PAGES:
+        text = " ".join(page.read_text(encoding="utf-8").split())
+        folders = [ROOT / "results" / name for name in re.findall(r"results/(\w+)/", text)] + [page.parent]
+        for n, name in re.findall(r"All (\d+) rows are in `(\w+\.csv)`", text):
+            asked += 1
+            assert int(n) in {
+                len(list(csv.DictReader((one / name).open()))) for one in folders if (one / name).exists()
+            }
+        for name, rest in re.findall(r"\| `(\w+\.csv)` \|([^|]*\(n = [^|]*)\|", text):
+            asked += 1
+            known = {row.get("n") for row in read_rows(page.parent / name)}
+            assert {*re.findall(r"n = (\d+)", rest)} <= known, name
+    assert asked > 5
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, none if it does not exist."""
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []

@@ -10,16 +10,16 @@ import ledger_pages
 import policy_pages
 import pytest
 from command_lines import composed, first_of
+from documents import PAGES, policy_exists, read, runs
 from equations import asciimath, docstring, mathjax_files
+from parameters import few_fast
 
-from kvbench.config.compose import CONF, load, names
+from kvbench.cli import main
+from kvbench.config.compose import names
 
 DOCS = Path(__file__).parents[2] / "docs"
 OURS = {"Random", "Ragged", "Paged"}  # no paper has them
 PLAIN = {"Ragged", "Paged"}  # nothing to compute
-FIELD = re.compile(
-    r"(?:scorer|value|allocator|merger|store|schedule|task)\.(\w+)"
-)  # as entries of the ledger name them
 
 
 def test_a_part_has_an_idea_an_equation_a_source_and_the_meaning_of_every_field(parts: dict[str, type]) -> None:
@@ -65,30 +65,43 @@ def test_the_table_of_parts_has_those_of_presets_and_wrappers() -> None:
 ENTRIES = [(slug, entry) for slug, chapter in ledger_pages.chapters().items() for entry in chapter["entries"]]
 
 
-def test_the_ledger_speaks_of_policies_and_fields_that_exist(parts: dict[str, type]) -> None:
-    known = {field.name for part in parts.values() for field in dataclasses.fields(part)}
-    known |= {"order", "late"} | {key for name in names("task") for key in load(CONF / "task" / f"{name}.yaml")}
-    assert any(FIELD.findall(entry["here"]) for _, entry in ENTRIES if "here" in entry)
+def test_the_ledger_speaks_of_policies_that_exist() -> None:
     for slug, entry in ENTRIES:
         assert set(entry) <= {"topic", "policies", *ledger_pages.WHO}, entry["topic"]
         assert set(entry.get("policies", ())) <= set(names("policy")), entry["topic"]
         assert slug == "evaluators" or entry["policies"], entry["topic"]
-        said = ledger_pages.items(entry)
-        assert said, entry["topic"]
-        assert set(FIELD.findall(said)) <= known, entry["topic"]
+        assert ledger_pages.items(entry), entry["topic"]
 
 
-def asked() -> list[str]:
-    """Every `kvbench ...` of a code block of the pages that is a run or a sweep, its comment aside."""
-    texts = (path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")) if path.parent.name != "extend")
-    lines = (line.partition(" #")[0].strip() for text in texts for line in text.splitlines())
-    words = [line.split() for line in lines if line.startswith("kvbench ") and "--help" not in line]
-    return [" ".join(one) for one in words if one[1].startswith("-") or "=" in one[1]]  # not prose, no sub-command
+COMMANDS = sorted({shlex.join(words) for page in PAGES for words in runs(read(page))})
+ANSWERS = [shlex.join(words) for words in runs(read("docs/answers.md"))]
+START = [shlex.join(words) for name in ("README.md", "docs/quickstart.md") for words in runs(read(name))]
 
 
-@pytest.mark.parametrize("command", sorted(set(asked())))
+@pytest.mark.parametrize("command", few_fast(COMMANDS, START, pytest.mark.slow("composes every command")))
 def test_a_command_that_a_page_shows_is_accepted(command: str) -> None:
-    assert composed(*first_of(shlex.split(command)[1:])).policy
+    words = shlex.split(command)
+    assert composed(*first_of(words)).policy
+    for field, values in (word.split("=", 1) for word in words if re.match(r"(policy|task)=[^\[{]*,", word)):
+        for value in values.split(",")[1:]:
+            assert policy_exists(value) if field == "policy" else value in names("task"), value
+
+
+ELSEWHERE = re.compile(
+    r"data_dir|hub=|path=|include_path|lm_eval|slurm|my-project|mlflow|tensorboard|stats=|longbench|scbench|loogle"
+    r"|infinitebench|needlebench|aime|pg19|booksum|experiment=|pocket|kvzap|countdown|dictated|8192"
+)
+"""Words of commands that need data, a cluster or a service, or take minutes. test_answers.py runs those of its page."""
+
+
+@pytest.mark.slow("computes an example of every run")
+@pytest.mark.parametrize("command", [one for one in COMMANDS if not ELSEWHERE.search(one) and one not in ANSWERS])
+def test_a_command_that_a_page_shows_runs(command: str, tmp_path: Path) -> None:
+    words = [word for word in shlex.split(command) if not word.startswith(("model=", "limit=", "out="))]
+    if "kvpress" in command:
+        pytest.importorskip("kvpress", reason="kvpress is not installed: pip install --no-deps kvpress cachetools")
+    assert main([*words, "limit=1", "device=cpu", f"out={tmp_path}"]) == 0
+    assert "dry_run=true" in words or [*tmp_path.glob("*/samples.jsonl")]
 
 
 @pytest.mark.slow("builds the documentation")

@@ -22,7 +22,11 @@ NAMES = re.compile(
 )
 """Links, confidence, the whole, papers, and names with a version or a size."""
 NUMBER = re.compile(r"(?<![\w.,#/^-])\d[\d,]*(?:\.\d+)*(?![\w/])")
-REFUSAL = re.compile(r"(?<!others )(?<!if it )(are|is|and) refused|\b(refuses?\b|raises|warning)")
+WORDS = (
+    "five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty"
+)
+WORD = re.compile(rf"\b({WORDS.replace(' ', '|')})\b", re.IGNORECASE)
+REFUSAL = re.compile(r"(?<!others )(?<!if it )(are|is|and) refused|\b(refuses?\b|raises|warning|exit status)")
 
 
 @cache
@@ -30,16 +34,22 @@ def paragraphs() -> list[tuple[str, str]]:
     """(page, text) of paragraphs, list items and rows, each in one line, without code; the README's table aside."""
     found = []
     for page in TOLD:
+        comments = re.findall(r"^(?:    )?(?:kvbench|make|python) .* # (.*)$", read(page), re.MULTILINE)
         text = re.sub(r"^(    |::: |#|\| [\w, ]+ \| (\d+|-) \|).*?$", "", prose(page), flags=re.MULTILINE)
-        for block in re.split(r"\n\s*\n|\n(?=[|-] ?|\d+\. )", text):
+        for block in (*re.split(r"\n\s*\n|\n(?=[|-] ?|\d+\. )", text), *comments):
             found.append((str(page.relative_to(ROOT)), re.sub(r"^\d\. ", "", " ".join(block.split()))))
     return found
+
+
+def digits(text: str) -> str:
+    """A text with its numbers from five to twenty in digits."""
+    return WORD.sub(lambda word: str(WORDS.split().index(word[0].lower()) + 5), text)
 
 
 def numbers(text: str) -> list[str]:
     """The numbers of a text above 4 or with decimals; those of a code beside them are its own."""
     codes = " ".join(CODE.findall(text))
-    found = [one.rstrip(",") for one in NUMBER.findall(NAMES.sub(" ", CODE.sub(" ", text)))]
+    found = [one.rstrip(",") for one in NUMBER.findall(digits(NAMES.sub(" ", CODE.sub(" ", text))))]
     return [one for one in found if ("." in one or int(one.replace(",", "")) > 4) and not has(codes, one)]
 
 
@@ -63,7 +73,7 @@ def has(text: str, number: str) -> bool:
     value = number.replace(",", "")
     forms = {value} | ({f"{float(value) / 100:g}"} if value.count(".") < 2 and float(value) <= 100 else set())
     forms |= {f"2**{int(value).bit_length() - 1}"} if value.isdigit() and int(value).bit_count() == 1 else set()
-    text += re.sub(r"(?<=\d)[_,](?=\d{3}(?!\d))", "", text)
+    text = digits(text) + re.sub(r"(?<=\d)[_,](?=\d{3}(?!\d))", "", text)
     return any(re.search(rf"(?<![\d.]){re.escape(form)}(?!\d|\.\d)", text) for form in forms)
 
 

@@ -53,7 +53,7 @@ def step(
     starts, counts = torch.tensor([[0, 1], [2, 3]]) * SLOTS, torch.tensor([[200, 77], [130, 0]])
     gone = torch.where(counts > 100, counts, -1)
     where = torch.tensor([[280], [290]]), torch.randint(-1, 300, (4 * SLOTS,), dtype=torch.int32)
-    how = AttentionParams(dim**-0.5, softcap=20.0, sliding_window=250, sinks=torch.randn(1, 6, device=device))
+    how = AttentionParams(dim**-0.5, softcap=20.0, sliding_window=250, sinks=torch.randn(1, 6).to(device))
     call = ring, tuple(x.to(device) for x in where), (starts.to(device), (counts + (gone >= 0)).to(device)), SLOTS, how
     run: Any = group_step_ref if reference else group_step
     with patch.object(group_codes, "programs_at_once", lambda x: programs or programs_at_once(x)):

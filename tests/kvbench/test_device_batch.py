@@ -64,8 +64,7 @@ def decoded(
         for _ in range(seed):
             flight.step()
             if shares is not None:
-                assert flight.device is not None
-                shares.append(len(flight.device.sequences) / flight.in_flight)
+                shares.append(sum(len(batch.sequences) for batch in flight.devices) / flight.in_flight)
     while flight.in_flight:
         flight.step()
     return [(row.error, row.tokens, *held(row.cache)) for row in rows]
@@ -100,7 +99,7 @@ def test_a_float64_model_decodes_without_kernels(as_on_a_gpu: None) -> None:
     flight = DecodeBatch(model)
     (sequence,) = flight.admit(asked(90, 1, 4), [make_policy("h2o", 40)])
     flight.step()
-    assert flight.device is None
+    assert not flight.devices
     assert sequence.error is None
 
 
@@ -140,6 +139,16 @@ def test_codes_of_groups_decode_on_the_device_as_they_do_one_by_one(
     assert min(joined) == 1, "every sequence is on the device in every step"
     monkeypatch.setattr(engine, "use_triton", lambda x: False)
     assert together == decoded(model, [policy])
+
+
+def test_stores_of_several_formats_are_all_on_the_device(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, joined = model_of(), list[float]()
+    some = [make_policy(slug) for slug in ("full", "fp8", "int4")] + policies(("h2o",))
+    some.append(make_policy(GROUPS["kivi"][0], **GROUPS["kivi"][1]))
+    together = decoded(model, some, joined)
+    assert min(joined) == 1, "every sequence is on the device in every step"
+    monkeypatch.setattr(engine, "use_triton", lambda x: False)
+    assert together == decoded(model, some)
 
 
 @pytest.mark.parametrize("slugs", [("h2o", "tova", "caote_snapkv"), ("streamingllm", "knorm", "snapkv", "full")])
@@ -295,8 +304,7 @@ def test_one_launch_of_attention_serves_all_budgets_and_operations_do_not_grow_w
         for _ in range(3):
             flight.step()
         launches.clear()
-        device = flight.device
-        assert device is not None
+        (device,) = flight.devices
         assert len(device.sequences) == 6 * examples
         tokens = torch.zeros(len(device.rows), 1, dtype=torch.long)
         with torch.inference_mode(), Operations() as operations:

@@ -81,7 +81,8 @@ def test_replayed_blocks_equal_called_ones(slug: str) -> None:
     if DEVICE == "cpu" and slug not in WHOLE_PAGES:
         assert Tape.replays >= 8, "of 14 blocks before the last one"
     for x, y in zip(called.cache.sequence.layers, replayed.cache.sequence.layers, strict=True):  # type: ignore[union-attr]
-        torch.testing.assert_close(x.store.keys, y.store.keys, rtol=0, atol=0)
+        close = 0 if DEVICE == "cpu" else 1e-5  # the blocks of the first call are multiplied together
+        torch.testing.assert_close(x.store.keys, y.store.keys, rtol=close, atol=close)
 
 
 @pytest.mark.usefixtures("tape")
