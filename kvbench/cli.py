@@ -13,7 +13,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config.compose import CONF, load, names, refuse_unused
@@ -83,8 +83,30 @@ def _overrides(incomplete: str) -> list[str]:
     return [f"{word}=" for field in (*groups, *fields) for word in inner.get(field, [field])]
 
 
-for resolver in (_fields, _groups, _commands):
-    OmegaConf.register_new_resolver(f"kvbench{resolver.__name__}", resolver, replace=True)
+HELP = """\
+kvbench measures what a smaller KV cache costs, and verifies that it was smaller.
+
+Examples: one run on the pocket model, a sweep, the demo:
+  kvbench policy=caote_snapkv budget=256
+  kvbench -m policy=full,snapkv,caote_snapkv budget=64,128
+  kvbench experiment=demo
+
+== Commands (kvbench COMMAND --help) ==
+{commands}
+
+== Groups (group=name) ==
+{groups}
+Policies also have variants (kvec_beta0.5, cake_ind_var, ...) and composed names: caote_knorm (a wrapper before a
+policy), kivi_g32_r128 and snapkv_kivi_g32 (a store with settings, alone or after a policy), kvpress/KnormPress.
+task=lm_eval/NAME is any task of lm-eval. model=/folder is a model on this machine. hydra/launcher=kvbench runs
+sweeps here, hydra/launcher=slurm on SLURM.
+
+== Fields (field=value); fields of parts by their path: policy.scorer.window=16, task.lengths=[2048] ==
+{fields}
+
+Powered by Hydra (https://hydra.cc)
+Use --hydra-help to view Hydra specific help
+"""
 
 
 @hydra.main(config_path="pkg://kvbench.conf", config_name="config", version_base="1.3")
@@ -121,6 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if words and words[0] in COMMANDS.places:
         return program(COMMANDS)(words)
+    if not {"-h", "--help"}.isdisjoint(words):  # Hydra would first list every group of every folder
+        sys.stdout.write(HELP.format(commands=_commands(), groups=_groups(), fields=_fields()))
+        return 0
     if words and words[0][:1] not in ("-", "+", "~") and "=" not in words[0]:
         raise unknown("command", words[0], list(COMMANDS.places))
     for word in words:

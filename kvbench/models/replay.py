@@ -20,7 +20,7 @@ def check_graph(policy: Policy, device: torch.device) -> None:
         raise ValueError(f"engine.cuda_graph=true needs a CUDA device, got device={device.type}")
     if not can_record(policy):
         raise ValueError(
-            "engine.cuda_graph=true needs keys and values per KV head, exact or coded one by one, and decoding steps "
+            "engine.cuda_graph=true needs keys and values per KV head, exact or in codes that kernels read, and steps "
             f"that attend, then evict one token; {policy.name} does not support it: use engine.cuda_graph=false"
             f"{' or every=1' if policy.schedule.every > 1 else ''}"
         )

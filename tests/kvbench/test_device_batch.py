@@ -8,9 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from kv_hybrids import tiny_hybrid
+from kv_hybrids import HYBRIDS, tiny_hybrid
 from kv_models import prompt, tiny
 from live_bytes import Live
+from parameters import few_fast
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -163,7 +164,9 @@ def test_sequences_below_their_budget_decode_in_the_same_launches(
     assert together == decoded(model, some)
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "zaya"])
+@pytest.mark.parametrize(
+    "family", few_fast(HYBRIDS, ("nemotron_h", "zaya"), pytest.mark.slow("runs every hybrid family"))
+)
 def test_recurrent_states_stay_with_their_sequences(
     family: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbench.policies.ranking import select, victim
+from kvbench.policies.ranking import protected, select, victim
 
 
 @dataclass(frozen=True)
@@ -79,3 +79,10 @@ def test_the_victim_is_the_one_that_selection_would_drop(head: Head) -> None:
     assert int(victim(scores, base, positions, protected)) == order[-1]
     kept = select(scores, base, positions, protected, len(order) - 1)[0, 0]
     assert not bool(kept[order[-1]])
+
+
+def test_the_first_and_the_newest_positions_are_protected() -> None:
+    """Of eight tokens seen: the first, and the newest three, wherever they are stored; no empty slot."""
+    positions = torch.tensor([[[7, 0, 4, 5, 2, 6, -1]]])
+    stays = protected(positions, torch.tensor([8]), [1], [3])
+    assert stays.tolist() == [[[True, True, False, True, False, True, False]]]
