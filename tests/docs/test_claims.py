@@ -100,7 +100,7 @@ FAST = re.compile(
 ELSEWHERE = {
     "bench": "takes minutes on a CPU: tests/kvbench/bench",
     "lm-eval": "its model is the reader's: tests/kvbench/test_lm_eval_command.py",
-    "calibrate (kvzap|tri)": "its texts are the reader's: tests/kvbench/test_diagnostics.py",
+    "calibrate": "takes minutes, or its texts are the reader's: tests/kvbench/test_diagnostics.py",
     "tables run .*llama32_3b": "its model is on the Hub",
     "tables run .*smollm2": "its model takes minutes on a CPU",
     "score ": "its predictions are the reader's: tests/kvbench/test_score.py",
