@@ -32,7 +32,7 @@ PAIRS = {  # CAOTE's H2O keeps no recent window
 } | dict.fromkeys(["chunkkv_snapkv", "critical_snapkv", "defensivekv", "layer_defensivekv"], "snapkv")
 ONCE = {"schedule": "prompt", "block": None, "decode": "grow"}
 ON_NEEDLES = {**ONCE, "task": "niah"}
-TASKS = "ruler_niah_multikey_2", "ruler_vt"
+TASKS = "ruler_niah_multikey_2", "ruler_vt", "ruler_niah_multikey_3"
 CLAIMS = {  # table of runs: claims that its task can decide, and the fields that replace those of the claims
     "needles": [
         (

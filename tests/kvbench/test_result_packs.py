@@ -26,6 +26,7 @@ SHOWN = ["prompt_tokens", "score", "cache_bytes", "full_cache_bytes"]
         ("smollm2", "needles", "niah"),
         ("qwen25_coder_05b", "needles", "niah"),
         ("qwen25_coder_05b", "ruler", "ruler/vt"),
+        ("qwen25_coder_05b", "ruler", "ruler/niah_multikey_3"),
         ("qwen25_coder_05b", "ruler_context", "ruler/niah_multikey_2"),
     ],
 )
