@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import re
@@ -85,6 +86,33 @@ def test_counts_of_a_gpu_visit_are_in_its_logs() -> None:
     for part, whole, kind in counts:
         passed = f"{int(whole) - int(part)} failed, {part} passed" if kind == "tests" else f"of {whole}: "
         assert passed in logs or f"compared samples: {whole} " in logs, (part, whole, kind)
+
+
+def test_docstrings_of_tests_that_pages_name_have_the_numbers_of_their_code() -> None:
+    named = {
+        file for page in PAGES for file in re.findall(r"tests/(?:\w+/)*test_\w+\.py", page.read_text(encoding="utf-8"))
+    }
+    wrong, asked = [], 0
+    for file in sorted(named):
+        tree = ast.parse(code := read(file))
+        kinds = ast.Module, ast.FunctionDef, ast.ClassDef
+        told = [text for x in ast.walk(tree) if isinstance(x, kinds) and (text := ast.get_docstring(x, clean=False))]
+        for text in told:
+            code = code.replace(text, "")
+        for number in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.%])", " ".join(told)):
+            asked += 1
+            plain = number.strip(",").replace(",", "")
+            wrong += [(file, number)] if float(plain) > 4 and plain not in code.replace("_", "") else []
+    assert asked > 3
+    assert wrong == []
+
+
+def test_every_column_of_a_folder_is_told_where_a_page_says_so() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if re.search(r"(?:every|all) columns?\b", text) and (files := sorted(page.parent.glob("*.csv"))):
+            columns = {column for file in files for column in file.read_text().partition("\n")[0].split(",")}
+            assert columns <= set(re.findall(r"`(\w+)`", text)), page
 
 
 def test_counts_are_those_of_the_tree() -> None:
