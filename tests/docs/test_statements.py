@@ -89,9 +89,8 @@ def test_counts_of_a_gpu_visit_are_in_its_logs() -> None:
 
 
 def test_docstrings_of_tests_that_pages_name_have_the_numbers_of_their_code() -> None:
-    named = {
-        file for page in PAGES for file in re.findall(r"tests/(?:\w+/)*test_\w+\.py", page.read_text(encoding="utf-8"))
-    }
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    named = {file for text in texts for file in re.findall(r"tests/(?:\w+/)*test_\w+\.py", text)}
     wrong, asked = [], 0
     for file in sorted(named):
         tree = ast.parse(code := read(file))
