@@ -176,7 +176,8 @@ def decode_groups(
         queries, ring = queries.float(), Ring(ring.keys.float(), ring.values.float(), ring.positions)
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
     how: dict[str, Any] = tiles(keys.dim, values.dim, queries.dtype)
-    most_tokens = 16 if how["PRODUCTS"] == tl.float32 else 512 // max(4, keys.bits)  # more would spill
+    room = 512 if max(keys.dim, values.dim) <= 128 else 256  # more would spill, or exceed the shared memory
+    most_tokens = 16 if how["PRODUCTS"] == tl.float32 else room // max(4, keys.bits)
     tokens = min(how.pop("tokens"), most_tokens)
     key, value, order = layouts(_form(keys), _form(values), (keys.dim, values.dim), tokens)
     group, whole, pairs = query_heads // heads, -(-most // order.U) * order.WIDTH, batch * heads
