@@ -10,6 +10,7 @@ Shapes: B batch, H KV heads, T slots.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,74 +20,76 @@ from kvbench.kernels.tiles import jit, require_triton, tl
 BLOCK, WARPS = 4096, 16
 
 
-@partial(jit)
+class Ranked(NamedTuple):
+    """Contiguous tensors [B,H,T] that decide the preference; ties None: there are no base scores."""
+
+    scores: Tensor
+    ties: Tensor | None
+    positions: Tensor
+    protected: Tensor
+
+
+@jit
 def _in_order(x: tl.tensor) -> tl.tensor:
-    """float32 numbers as int32 in the same order; NaN counts as -inf."""
+    """Numbers as int32 in the order of their float32 values; NaN counts as -inf."""
+    x = x.to(tl.float32)
     x = tl.where(x != x, float("-inf"), tl.where(x == 0, 0.0, x))  # -0 equals 0
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@partial(jit)
+@jit
 def _preferred(
-    scores_ptr: tl.tensor, ties_ptr: tl.tensor, positions_ptr: tl.tensor, protected_ptr: tl.tensor, slots: tl.tensor,
-    T: tl.tensor, score: tl.tensor, tie: tl.tensor, place: tl.tensor, slot: tl.tensor, TIES: tl.constexpr,
+    ranked: Ranked, first: tl.tensor, slots: tl.tensor, T: tl.tensor, score: tl.tensor, tie: tl.tensor,
+    place: tl.tensor, slot: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Which of the slots are stored tokens that are preferred at least as the least preference of four numbers."""
-    here = slots < T
-    position = tl.load(positions_ptr + slots, mask=here, other=-1).to(tl.int32)
-    protected = tl.load(protected_ptr + slots, mask=here, other=0)
-    x = tl.load(scores_ptr + slots, mask=here, other=0.0).to(tl.float32)
-    own = _in_order(tl.where(protected != 0, float("inf"), x))
+    """Which of the slots after `first` are stored tokens that are preferred at least as four numbers, the least."""
+    here, at = slots < T, first + slots
+    position = tl.load(ranked.positions + at, mask=here, other=-1).to(tl.int32)
+    protected = tl.load(ranked.protected + at, mask=here, other=0)
+    own = _in_order(tl.where(protected != 0, float("inf"), tl.load(ranked.scores + at, mask=here, other=0.0)))
     better = (-position > place) | ((-position == place) & (-slots >= slot))
-    if TIES:
-        base = _in_order(tl.load(ties_ptr + slots, mask=here, other=0.0).to(tl.float32))
+    if ranked.ties is not None:
+        base = _in_order(tl.load(ranked.ties + at, mask=here, other=0.0))
         better = (base > tie) | ((base == tie) & better)
     return ((own > score) | ((own == score) & better)) & (position >= 0)
 
 
-@partial(jit, varying=("T",))
+@jit
 def _count(
-    scores_ptr: tl.tensor, ties_ptr: tl.tensor, positions_ptr: tl.tensor, protected_ptr: tl.tensor, T: tl.tensor,
-    score: tl.tensor, tie: tl.tensor, place: tl.tensor, slot: tl.tensor, TIES: tl.constexpr, BLOCK: tl.constexpr,
+    ranked: Ranked, first: tl.tensor, T: tl.tensor, score: tl.tensor, tie: tl.tensor, place: tl.tensor,
+    slot: tl.tensor, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     found = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, T, BLOCK):
         slots = begin + tl.arange(0, BLOCK)
-        found += _preferred(
-            scores_ptr, ties_ptr, positions_ptr, protected_ptr, slots, T, score, tie, place, slot, TIES
-        ).to(tl.int32)  # fmt: skip
+        found += _preferred(ranked, first, slots, T, score, tie, place, slot).to(tl.int32)
     return tl.sum(found, 0)
 
 
 @partial(jit, varying=("keep", "T"))
 def _keep(
-    scores_ptr: tl.tensor, ties_ptr: tl.tensor, positions_ptr: tl.tensor, protected_ptr: tl.tensor,
-    counts_ptr: tl.tensor, kept_ptr: tl.tensor, keep: tl.tensor, T: tl.tensor, TIES: tl.constexpr,
-    COUNTED: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    ranked: Ranked, counts_ptr: tl.tensor, kept_ptr: tl.tensor, keep: tl.tensor, T: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     """One program: the slots of one KV head."""
     row = tl.program_id(0).to(tl.int64)
-    scores_ptr, ties_ptr, positions_ptr = scores_ptr + row * T, ties_ptr + row * T, positions_ptr + row * T
-    protected_ptr, kept_ptr = protected_ptr + row * T, kept_ptr + row * T
-    most = tl.load(counts_ptr + row).to(tl.int32) if COUNTED else keep
+    first, most = row * T, keep
+    if counts_ptr is not None:
+        most = tl.load(counts_ptr + row).to(tl.int32)
     least = tl.full([], -(2**31), tl.int32)
     score, tie, place, slot = least, least, least, least
     for LEVEL in tl.static_range(4):
         more = most  # without a number at this level, all that are equal so far are preferred
-        if LEVEL != 1 or TIES:
-            more = _count(
-                scores_ptr, ties_ptr, positions_ptr, protected_ptr, T, score, tie, place, slot, TIES, BLOCK
-            )  # fmt: skip
+        if LEVEL != 1 or ranked.ties is not None:
+            more = _count(ranked, first, T, score, tie, place, slot, BLOCK)
         if more > most:
             low, high = tl.full([], -(2**31), tl.int64), tl.full([], 2**31 - 1, tl.int64)
             for _ in range(32):
                 middle = low + ((high - low + 1) >> 1)
                 tried = middle.to(tl.int32)
                 found = _count(
-                    scores_ptr, ties_ptr, positions_ptr, protected_ptr, T,
-                    tried if LEVEL == 0 else score, tried if LEVEL == 1 else tie,
-                    tried if LEVEL == 2 else place, tried if LEVEL == 3 else slot, TIES, BLOCK,
+                    ranked, first, T, tried if LEVEL == 0 else score, tried if LEVEL == 1 else tie,
+                    tried if LEVEL == 2 else place, tried if LEVEL == 3 else slot, BLOCK,
                 )  # fmt: skip
                 low = tl.where(found >= most, middle, low)
                 high = tl.where(found >= most, high, middle - 1)
@@ -95,10 +98,8 @@ def _keep(
             place, slot = number if LEVEL == 2 else place, number if LEVEL == 3 else slot
     for begin in range(0, T, BLOCK):
         slots = begin + tl.arange(0, BLOCK)
-        kept = _preferred(
-            scores_ptr, ties_ptr, positions_ptr, protected_ptr, slots, T, score, tie, place, slot, TIES
-        )  # fmt: skip
-        tl.store(kept_ptr + slots, kept, mask=slots < T)
+        kept = _preferred(ranked, first, slots, T, score, tie, place, slot)
+        tl.store(kept_ptr + first + slots, kept, mask=slots < T)
 
 
 def kept_slots(
@@ -108,12 +109,9 @@ def kept_slots(
     require_triton("selection", scores.device)
     kept = torch.empty_like(scores, dtype=torch.bool, memory_format=torch.contiguous_format)
     scores, positions, protected = (x.expand(kept.shape).contiguous() for x in (scores, positions, protected))
-    ties = scores if tie_break is None else tie_break.expand(kept.shape).contiguous()
-    counted = isinstance(keep, Tensor)
-    counts = keep.expand(kept.shape[:2]).contiguous() if isinstance(keep, Tensor) else positions
-    most, slots = 0 if isinstance(keep, Tensor) else keep, scores.shape[2]
-    _keep[kept.shape[0] * kept.shape[1],](
-        scores, ties, positions, protected, counts, kept, most, slots, tie_break is not None, counted, BLOCK,
-        num_warps=WARPS,
-    )  # fmt: skip
+    ties = None if tie_break is None else tie_break.expand(kept.shape).contiguous()
+    counts = keep.expand(kept.shape[:2]).contiguous() if isinstance(keep, Tensor) else None
+    most = 0 if isinstance(keep, Tensor) else keep
+    ranked = Ranked(scores, ties, positions, protected)
+    _keep[kept.shape[:2].numel(),](ranked, counts, kept, most, kept.shape[2], BLOCK, num_warps=WARPS)
     return kept
