@@ -27,6 +27,7 @@ from kvbench.kernels.tiles import (
     attend,
     capped,
     fit_heads,
+    in_sight,
     jit,
     next_power_of_two,
     parts_of,
@@ -84,9 +85,7 @@ def _attend_codes(
         seen = (slots < end) & (slots != slot)
         if k_pos_ptr is not None:
             place = tl.load(k_pos_ptr + wide, mask=seen, other=-1).to(tl.int32)
-        seen = seen & (place >= 0) & (place <= newest)
-        if window is not None:
-            seen = seen & (place > newest - window)
+        seen = seen & in_sight(place, newest, newest, window)
         keys = numbers_of(k_codes, k_scale, k_words, wide, seen, KEY, PRODUCTS)
         values = numbers_of(v_codes, v_scale, v_words, wide, seen, VALUE, PRODUCTS)
         logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * k_factor)
