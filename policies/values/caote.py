@@ -108,25 +108,18 @@ class Caote(ValueAware):
         protected: Tensor,
         layer_wide: bool,
     ) -> Tensor:
-        args = scorer, scores, observation, state, protected, layer_wide
+        args = scorer, scores, observation, state, layer_wide
         if self.norm_domain == "candidates":
-            return self._errors(*args)
-        key = self, id(scores), layer_wide  # equal for budgets of one policy
-        return observation.once(key, lambda: (scores, self._errors(*args)))[1]
+            return self._errors(*args, observation.occupied & ~protected)
+        counted = None if observation.slots.packed else observation.occupied
+        key = self, id(scores), layer_wide  # equal for budgets of one policy, while the scores are held
+        return observation.once(key, lambda: (scores, self._errors(*args, counted)))[1]
 
     def _errors(
-        self,
-        scorer: Scorer,
-        scores: Tensor,
-        observation: Observation,
-        state: State,
-        protected: Tensor,
-        layer_wide: bool,
-    ) -> Tensor:
-        """`score`, computed."""
-        counted = None if observation.slots.packed else observation.occupied
-        if self.norm_domain == "candidates":
-            counted = observation.occupied & ~protected
+        self, scorer: Scorer, scores: Tensor, observation: Observation, state: State, layer_wide: bool,
+        counted: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """`score`, with sums over the counted slots, bool [B,H_kv,T] (None: all slots)."""
         values, never_negative = observation.values, scorer.needs.never_negative
         shared = values.shape[1] > scores.shape[1]  # all heads share one latent, but their values differ
         if shared and counted is not None:
