@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config.compose import CONF, load, names, refuse_unused
-from kvbench.errors import ConfigError, UsageError, unknown
+from kvbench.errors import ConfigError, UsageError, first_line, unknown
 from kvbench.terminal.command import Commands, command, our_version, program, quiet, share_cores, write_message
 from kvbench.terminal.escapes import unescaped
 
@@ -181,5 +181,5 @@ def short_errors() -> Iterator[None]:
     except UsageError as error:
         raise CompactHydraException(str(error)) from error
     except OmegaConfBaseException as error:
-        message = f"{error.full_key}: {str(error).splitlines()[0]}"
+        message = f"{error.full_key}: {first_line(error)}"
         raise CompactHydraException(message).with_traceback(error.__traceback__) from None  # Hydra adds a cause to it

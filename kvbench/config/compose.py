@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import ConfigError, UsageError, unknown
+from kvbench.errors import ConfigError, UsageError, first_line, unknown
 
 Config = dict[str, Any]
 CONF = Path(str(resources.files("kvbench.conf")))
@@ -128,7 +128,7 @@ def resolved(config: Mapping[str, Any]) -> Config:
         made: Any = OmegaConf.to_container(OmegaConf.create(dict(config), flags={"allow_objects": True}), resolve=True)
         return dict(made)
     except OmegaConfBaseException as error:
-        raise UsageError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"{error.full_key}: {first_line(error)}") from error
 
 
 def check_settings(file: Path) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import KVCache
 from kvbench.cache.device_batch import DeviceBatch
 from kvbench.engine.logits import next_logits
+from kvbench.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class GraphRecorder:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 yield
         except RuntimeError as error:
-            why = f"{call} on {type(self._model).__name__} cannot be recorded ({str(error).splitlines()[0]})"
+            why = f"{call} on {type(self._model).__name__} cannot be recorded ({first_line(error)})"
             if self._strict:
                 raise ValueError(f"{why}: use engine.cuda_graph=false") from error
             log.warning("%s: %s are not recorded", why, calls)

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, first_line
 from kvbench.policies.policy import Policy
 
 TRIAL = (3, 5, 1)  # tokens of the first calls, which compile the layers: for prompts of any length, and for one token
@@ -54,7 +54,7 @@ def _try_out(model: PreTrainedModel) -> None:
         for part in ids.split(TRIAL, dim=1):
             model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
     except Exception as error:  # Dynamo, Inductor and compilers of C++ and CUDA raise errors of many types
-        raise _refusal(model, str(error).strip().splitlines()[0]) from error
+        raise _refusal(model, first_line(error)) from error
 
 
 def _refusal(model: PreTrainedModel, why: str) -> UsageError:

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.errors import ConfigError, UsageError
+from kvbench.errors import ConfigError, UsageError, first_line
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "bench"
 SWEEP = "sweep"
@@ -79,7 +79,7 @@ def parse(experiment: str, arguments: Sequence[str]) -> Settings:
         settings = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         name = getattr(error, "full_key", None)
-        raise UsageError(f"{name or 'settings'}: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"{name or 'settings'}: {first_line(error)}") from error
     assert isinstance(settings, Settings)
     _check(settings)
     return settings
