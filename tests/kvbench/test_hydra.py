@@ -49,6 +49,7 @@ RUNS = {  # how many samples files each of them leaves
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])  # --info adds its own
+    monkeypatch.setattr(logging, "_handlerList", [])  # Hydra's flags close all handlers; absl's closes pytest's stderr
     (tmp_path / "mine.yaml").write_text("own: 1\n")
     return tmp_path
 
