@@ -225,6 +225,23 @@ def score_figure(table: pd.DataFrame, x: str, file: Path, title: str, xlabel: st
     save(figure, file)
 
 
+def leaderboard_figure(table: pd.DataFrame, file: Path, title: str) -> None:
+    """The average of each policy at the largest budget as a bar, its tasks as points, sorted."""
+    own = table[table.budget.isna() | (table.budget == table.budget.max())].reset_index(drop=True)
+    figure, axes = plt.subplots(figsize=(6.4, 0.21 * len(own) + 1), layout="constrained")
+    axes.barh(own.index, own.average, color="lightgrey", label="average")
+    for index, task in enumerate(own.columns[list(own.columns).index("n") + 1 :]):
+        axes.plot(own[task], own.index, "osv^D<>"[index], markersize=4, label=str(task).removeprefix("ruler_"))
+    shares = own.share_of_full.map("{:.0%}".format)
+    axes.set_yticks(own.index, own.policy + ", " + shares, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("score; beside each policy its share of the full cache's bytes", fontsize=8)
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.legend(fontsize=7, loc="lower right")
+    save(figure, file)
+
+
 def bytes_figure(scores: pd.DataFrame, likelihoods: pd.DataFrame, file: Path) -> None:
     """Needles found, and perplexity of a book, against the bytes of the cache."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.4), layout="constrained")
@@ -299,7 +316,10 @@ def main() -> None:
     for name, table in tables.items():
         table.round(4).to_csv(given.output / f"{name}.csv", index=False)
         if name.startswith("ruler"):
-            leaderboard(table).round(4).to_csv(given.output / f"{name}_average.csv", index=False)
+            averages = leaderboard(table)
+            averages.round(4).to_csv(given.output / f"{name}_average.csv", index=False)
+            title = f"RULER, n = {averages.n.min()} per task, {averages.budget.max():.0f} tokens per KV head and layer"
+            leaderboard_figure(averages, given.output / f"{name}_average.svg", title)
     budget = "budget (tokens per KV head and layer)"
     if "needles" in tables:
         needles = found[found.table == "needles"]
