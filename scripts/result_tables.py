@@ -97,6 +97,9 @@ def samples(runs: Path) -> pd.DataFrame:
                     "kept_per_head": sum(kept) / len(kept),
                     "cache_bytes": sample["cache_bytes"],
                     "full_cache_bytes": sample["full_cache_bytes"],
+                    "tokens": sample["generated_tokens"],
+                    "cut_off": sample.get("finish_reason") == "length",
+                    "kv_footprint": sample.get("kv_footprint"),
                     "run_id": file.parent.name,
                 }
             )
@@ -124,6 +127,7 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
                 "vs_full": less.mean if policy != "full" else None,
                 "vs_full_low": less.low if policy != "full" and len(shared) > 1 else None,
                 "vs_full_high": less.high if policy != "full" and len(shared) > 1 else None,
+                **(answers(full.loc[shared], own.loc[shared]) if interval else {}),
                 "kept_per_head": some.kept_per_head.mean(),
                 "cache_mib": some.cache_bytes.mean() / 2**20,
                 # of the bytes that full held on the same examples: equal bytes are equal shares
@@ -131,6 +135,24 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows).sort_values(["task", "budget", "policy"], ignore_index=True)
+
+
+def answers(full: pd.DataFrame, own: pd.DataFrame) -> dict[str, float]:
+    """The answers of a policy beside those of `full` to the same examples.
+
+    lost, gained: right under full and wrong here, and the reverse (graded scores: mean losses and gains). tokens: mean
+    length. cut_off: share that reached max_new_tokens. kv_footprint: entries held, over all fed tokens, as a share of
+    the full cache's.
+    """
+    change = own.score - full.score
+    return {
+        "lost": -change.clip(upper=0).mean(),
+        "gained": change.clip(lower=0).mean(),
+        "tokens": own.tokens.mean(),
+        "tokens_vs_full": (own.tokens - full.tokens).mean(),
+        "cut_off": own.cut_off.mean(),
+        "kv_footprint": own.kv_footprint.mean(),
+    }
 
 
 def to_base(found: pd.DataFrame) -> pd.DataFrame:
