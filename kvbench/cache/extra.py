@@ -44,11 +44,8 @@ class Extra:
     def begin_layer(self) -> None:
         """A layer of the call begins."""
 
-    def begin_step(self, sequence: Sequence, row: int, columns: slice) -> None:
-        """Some columns of a row of the call are a sequence's next step in the layer that runs."""
-
-    def attended(self, place: int, step: Step, row: int, first: int) -> None:
-        """A layer has attended in a step, whose first token is column `first` of the call."""
+    def attended(self, step: Step) -> None:
+        """A layer has attended in a step."""
 
     def before_eviction(self, step: Step) -> When:
         """When the step's eviction is due. "later": the extra carries it out, or passes it to `KVCache.resume`."""

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.cache import NAME
-from kvbench.cache.columns import Columns
+from kvbench.cache.calls import Columns
 from kvbench.cache.families import InterfaceError, check_interface, layer_slides
 from kvbench.cache.interface import NotATensor, uncompiled
 from kvbench.policies.model_layer import Latents
@@ -46,7 +46,7 @@ longer than all other checks of a layer."""
 class LayerCaller(Protocol):
     """A cache whose layers are called by the attention function."""
 
-    def called(
+    def attend(
         self, call: "LayerCall", module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
         """The attention output [B,H_q,M,D] of queries [B,H_q,M,D]."""
@@ -75,7 +75,7 @@ class LayerCall(NotATensor):
                 "configuration does not say (num_kv_shared_layers)"
             )
         self.done = True
-        return self.cache.called(self, module, queries, columns, params)
+        return self.cache.attend(self, module, queries, columns, params)
 
 
 class LatentCall(LayerCall):

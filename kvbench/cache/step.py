@@ -37,10 +37,11 @@ class Step:
     queries [1,H_q,m,D], keys and values [1,H_kv,m,D] of these tokens at positions [1,m], rotated as attention receives
     them. A layer that stores latents has latents [1,1,m,R] as keys, and the rotated part of the keys as values. params:
     parameters of the attention. store: the slots that the queries attend to. fresh: the store holds exactly the tokens
-    of this step, in order, for every head. alone: the step is the whole call of the model. observed: the policy
-    observes it, with the queries and positions of `window`. known: values that were computed for another policy in the
-    same step. pages: for sparse attention. in_place: an evicted token leaves its slot to the next one; a prompt's first
-    eviction compacts the layer, and so does every eviction after which it grows. excess: tokens per KV head to evict.
+    of this step, in order, for every head. alone: the step is the whole call of the model. row, first: the row of the
+    call with these tokens, and the column of the first of them. observed: the policy observes it, with the queries and
+    positions of `window`. known: values that were computed for another policy in the same step. pages: for sparse
+    attention. in_place: an evicted token leaves its slot to the next one; a prompt's first eviction compacts the layer,
+    and so does every eviction after which it grows. excess: tokens per KV head to evict.
     """
 
     queries: Tensor
@@ -52,13 +53,15 @@ class Step:
     store: LayerStore
     fresh: bool = False
     alone: bool = True
+    row: int = 0
+    first: int = 0
     observed: bool = False
     window: tuple[Tensor, Tensor] | None = None
     known: StepCache | None = None
     pages: PageReads | None = None
     policy: Policy = field(kw_only=True, repr=False)
-    sequence: Sequence = field(default=None, repr=False)  # type: ignore[assignment]  # None in an extra forward pass
-    layer: Layer = field(default=None, repr=False)  # type: ignore[assignment]
+    sequence: Sequence = field(kw_only=True, repr=False)
+    layer: Layer = field(kw_only=True, repr=False)
     in_place: bool = False
     excess: int = 0
     _observation: Observation | None = field(default=None, repr=False)
