@@ -23,6 +23,7 @@ from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call, check_scores
 from kvbench.cache.calls import CallingModel, Columns
 from kvbench.cache.eviction import Evictions
+from kvbench.cache.extra import Passed
 from kvbench.cache.extras import extras_of, layers_of
 from kvbench.cache.families import check_interface, layout_of
 from kvbench.cache.hook import LayerCall, check_attention
@@ -129,16 +130,17 @@ class KVCache(Cache):
     @uncompiled  # transformers passes the result on to the attention function
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[LayerCall | Tensor, LayerCall | Tensor]:
+    ) -> Passed:
         """Pass the new keys and values [B,H_kv,M,D] of a layer, or its latents, to the attention that appends them."""
         place, new = self._places[layer_idx], (key_states, value_states)
         if place == 0 and (self.config._attn_implementation != NAME or "kvpress" in sys.modules):
             check_attention(self.config)
         for extra in self.extras:
-            call = extra.new_call(self, layer_idx, place, *new)
-            if call is not None:
-                return call.passed
-        return LayerCall(self, layer_idx, *new).passed
+            passed = extra.new_call(self, layer_idx, place, *new)
+            if passed is not None:
+                return passed
+        call = LayerCall(self, layer_idx, *new)
+        return call, call
 
     def attend(
         self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams

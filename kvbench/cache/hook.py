@@ -62,11 +62,6 @@ class LayerCall(NotATensor):
         self.cache, self.index, self.done = cache, index, False
         self.new_keys, self.new_values = keys, values
 
-    @property
-    def passed(self) -> tuple["LayerCall | Tensor", "LayerCall | Tensor"]:
-        """What the model gets from its cache and passes on as keys and values."""
-        return self, self
-
     def attend(self, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams) -> Tensor:
         """The attention output of queries [B,H_q,M,D]. InterfaceError for a second layer with these keys and values."""
         if self.done:
@@ -78,15 +73,6 @@ class LayerCall(NotATensor):
         return self.cache.attend(self, module, queries, columns, params)
 
 
-class LatentCall(LayerCall):
-    """The call of a layer with latents, which the model expands before its attention."""
-
-    @property
-    def passed(self) -> tuple[Tensor, Tensor]:
-        _EXPECTED.call = self
-        return self.new_keys, self.new_values
-
-
 class _Expected(threading.local):
     call: LayerCall | None = None
     window: int | None = None
@@ -95,6 +81,11 @@ class _Expected(threading.local):
 _EXPECTED = _Expected()
 """The call of a layer with latents, whose attention then gets plain tensors, which the model expands. The window of the
 newest mask, for models without `layer_types`."""
+
+
+def expect_expanded(call: LayerCall) -> None:
+    """The next attention is that of a layer with latents, and gets expanded tensors instead of this call."""
+    _EXPECTED.call = call
 
 
 def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCall, Latents]:

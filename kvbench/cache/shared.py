@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.calls import Columns
-from kvbench.cache.extra import Caller, Extra, When
+from kvbench.cache.extra import Caller, Extra, Passed, When
 from kvbench.cache.families import Layout
 from kvbench.cache.hook import LayerCall
 from kvbench.cache.sequence import Sequence
@@ -55,8 +55,11 @@ class SharedReads(Extra):
         self._remaining = 0  # readers that have not attended
         self._reads: dict[int, list[Step]] = {}
 
-    def new_call(self, cache: Caller, index: int, place: int, keys: Tensor, values: Tensor) -> LayerCall | None:
-        return SharedCall(cache, index, keys, values, self, place) if place in self._layout.owned else None
+    def new_call(self, cache: Caller, index: int, place: int, keys: Tensor, values: Tensor) -> Passed | None:
+        if place not in self._layout.owned:
+            return None
+        call = SharedCall(cache, index, keys, values, self, place)
+        return call, call
 
     def begin_call(self, sequences: List[Sequence], mask: Tensor | None) -> None:
         self._remaining = len(self._layout.owners)

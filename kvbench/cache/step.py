@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from kvbench.cache.footprint import fed
 from kvbench.cache.layer import Layer
 from kvbench.cache.reading import PageReads
 from kvbench.cache.sequence import Sequence
@@ -171,16 +172,16 @@ class Step:
         )
 
     # --- the end of a step -------------------------------------------------------------------------------------------
-    def finish(self) -> None:
-        """The step and its eviction are done: drop queries that later steps do not use."""
+    def settle(self) -> None:
+        """End the step, which has attended and evicted: drop queries that later steps do not use.
+
+        After a complete prompt the store takes its final form, such as quantized codes.
+        """
+        layer = self.layer
         if self.span.phase != "decode":
             if self.prompt_done and (self.span.evicts or self.policy.schedule.decode == "grow"):
-                self.layer.recent.limit(self.policy.needs.window_decoding or 0)
-            self.layer.recent.copy()
-
-    def settle(self) -> None:
-        """After a complete prompt the store takes its final form, such as quantized codes."""
-        layer = self.layer
+                layer.recent.limit(self.policy.needs.window_decoding or 0)
+            layer.recent.copy()
         if self.prompt_done and not layer.unsettled and isinstance(layer.store, CompressedStore):
             layer.store.settle()
         self.sequence.note_bytes(layer.index)
@@ -227,7 +228,8 @@ def append(
         layer.open(queries, keys, values)
     positions, fresh, held = sequence.place(span, queries.device)[0], not layer.count, layer.store
     held.append(keys, values, positions)
-    layer.add(span.end - span.start)
+    layer.footprint += fed(layer.count, span.end - span.start)
+    layer.count += span.end - span.start
     new = queries, keys, values, positions, span, params, held, fresh, len(sequence.spans) == 1
     step = Step(*new, known=known, policy=policy, sequence=sequence, layer=layer)
     decodes = span.phase == "decode"
