@@ -60,10 +60,6 @@ class ContextQuestion(Task):
             example = row.example(self.frame, self.max_new_tokens, task=task, benchmark="context_question")
             yield replace(example, index=index)
 
-    def score(self, output: str, example: Example) -> float:
-        """Score by the first of the metrics."""
-        return METRICS[self.metrics[0]](output, example.references)
-
     def judge(self, output: str, example: Example) -> tuple[float | None, Mapping[str, Any]]:
         """The score, and all metrics by name if there are several."""
         found = {name: METRICS[name](output, example.references) for name in self.metrics}
