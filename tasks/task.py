@@ -297,6 +297,23 @@ def counts(task: Task, low: int, *names: str, high: int = LARGEST) -> None:
             whole_number(item.name, value, low, high)
 
 
+def several(task: Task, name: str, *allowed: str) -> None:
+    """Raise ConfigError unless a field is a list of different names, each of which is allowed."""
+    values = getattr(task, name)
+    if not isinstance(values, tuple) or not values or len(set(values)) < len(values):
+        raise ConfigError(name, values, why="is not allowed, it must be a list of different names")
+    for value in values:
+        choice(name, value, *allowed)
+
+
+def listed_numbers(task: Task, name: str) -> tuple[Any, ...]:
+    """The values of a field. Raises ConfigError unless it is a list that is not empty."""
+    values = getattr(task, name)
+    if not isinstance(values, tuple) or not values:
+        raise ConfigError(name, values, why="is not allowed, it must be a list of numbers")
+    return values
+
+
 def question_part(template: str, slot: str, context: str = "{context}") -> str:
     """The question at the end of a prompt template: the line with its slot, or all text after the context.
 
