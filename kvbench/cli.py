@@ -123,8 +123,9 @@ def app(config: DictConfig) -> float | None:
         if own.sweeper.get("grids") or own.sweeper.get("params"):
             write_message("this experiment is a sweep, but only one run is computed: add -m, or hydra.mode=MULTIRUN")
         folders = [Path(source["path"]) for source in own.runtime.config_sources if source["schema"] == "file"]
-        names = [own.runtime.choices[group] for group in PARTS]
-        return run_one(Entry(f"policy={own.runtime.choices.policy}", *names, None, plain(config)), folders)
+        chosen = own.runtime.choices
+        names = chosen.model, chosen.policy, chosen.task
+        return run_one(Entry(f"policy={chosen.policy}", *names, None, plain(config)), folders)
 
 
 @command
