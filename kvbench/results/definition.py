@@ -70,12 +70,6 @@ class Entry:
         return {"model": self.model, "policy": self.policy, "task": self.task}
 
     @property
-    def budget(self) -> int | float | str | None:
-        """The configured budget; None for a policy without one."""
-        budget: int | float | str | None = (self.identity or self.config)["budget"]
-        return budget
-
-    @property
     def group(self) -> str:
         """The same text for runs that share prefills: model, task, and the settings of the task."""
         identity = self.identity or {}
