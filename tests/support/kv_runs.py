@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.device_batch import DeviceBatch
+from kvbench.cache.hook import prepare
 from kvbench.cache.views import KVLayer
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate, generate_tokens
@@ -160,6 +161,17 @@ def policy_for(rules: Rules) -> Policy:
     fields |= {"granularity": rules.granularity, "order": rules.order, "decode": rules.decode}
     schedule: dict[str, Any] = {"schedule": "prompt"} if rules.block is None else {"block": rules.block}
     return make_policy(rules.slug, rules.budget, **schedule, **fields)
+
+
+@torch.inference_mode()
+def assert_full_is_eager(model: PreTrainedModel, **how: Any) -> None:
+    """60 tokens, the last ten one by one, under the full cache: the logits of one eager call without a cache."""
+    ids = torch.tensor([prompt(60)])
+    model.set_attn_implementation("eager")
+    expected = model(ids, use_cache=False, **how).logits
+    cache = KVCache(prepare(model).config, make_policy("full"), prompt_length=50)
+    got = [model(call, past_key_values=cache, **how).logits for call in (ids[:, :50], *ids[:, 50:].split(1, dim=1))]
+    torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=1e-4, rtol=1e-4)  # eager: softmax in float32
 
 
 def finish(flight: DecodeBatch) -> None:
