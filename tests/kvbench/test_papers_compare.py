@@ -189,31 +189,6 @@ def test_a_table_runs_on_another_model_and_is_compared_with_the_same_overrides(
         assert found["difference"] == HOLE
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["show", "caote/tabel2"], "did you mean caote/table2"),
-        (["compare", "cake/table5", "--runs", "nowhere"], "nowhere is not a folder"),
-        (["show", "caote/table2", "-o", "t.pdf"], "-o t.pdf must end in"),
-        (["run", "caote/table5"], "caote/table5 cannot be run: the paper gives neither needle, haystack"),
-        (
-            ["run", "caote/table2", "policy=cake"],
-            "policy=cake: cake is not in caote/table2, which has full, h2o_norecent",
-        ),
-        (["run", "caote/table2", "budget=64,128,256"], "give one value, or 2 in place of 2048, 4096"),
-        (["compare", "caote/table2", "limit"], "limit cannot be read: write key=value"),
-    ],
-)
-def test_a_wrong_value_gives_one_message_and_exit_code_2(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
-
-
 def test_a_small_run_of_a_table_says_whose_numbers_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
     assert tables(["compare", "caote/table2", "--small"]) == 0
     assert capsys.readouterr().out.startswith("--small: measured on the model pocket with shorter prompts")
