@@ -26,7 +26,7 @@ from kvbench.kernels.tiles import decodes
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.column_layer import ColumnLayer
-from kvbench.policies.stores.columns import Column, Queue, Room, Run
+from kvbench.policies.stores.columns import Column, Columns, Queue, Room, Run
 from kvbench.policies.stores.quantiser import words_for
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import Sizes
@@ -45,31 +45,30 @@ class GroupSlots(SlotStore):
     """
 
     def __init__(self, layer: ColumnLayer) -> None:
-        keys, values = layer.columns
+        (part,) = layer.parts
+        keys, values = part.columns
         super().__init__(keys.tail.view("x")[:, :, :0], values.tail.view("x")[:, :, :0], (), 1)
         self.codec, self._layer, self._positions = layer.codec, copy(layer), layer.positions
         self.use(keys.tokens, next(n for n in count(1) if layer.codec.due(0, keys.tail.count + n)))
         coded, rows = min(keys.coded, values.coded), self._positions.shape[:2]
         self.coded = torch.full(rows, coded, device=self._positions.device)
-        self.memory = self._memory(layer, coded)
-        self.exact = self._ring(layer, coded)
-        queues = [queue for column in layer.columns for queue in (column.tail, column.runs[0].codes)]
-        queues = [layer.places, *queues] if layer.evicted else queues
-        self._rooms = [replace(queue.room) for queue in queues]
+        self.memory = self._memory(part, coded)
+        self.exact = self._ring(part, coded)
+        self._rooms = [replace(queue.room) for queue in part.queues]  # of places; tail and codes of keys; of values
         self._before_settle = [replace(room) for room in self._rooms]
-        self._entries = [_entry_nbytes(queue) for queue in queues]
+        self._entries = [_entry_nbytes(queue) for queue in part.queues]
         self._nbytes = layer.nbytes
         self._fixed = self._nbytes - self._queue_nbytes(self._rooms)
-        first, second = map(_without_tensors, layer.columns)
-        self._layer.columns = first, second
+        self._part, self._layer.parts = copy(part), []
+        self._part.columns, self._part.places = (_without_tensors(keys), _without_tensors(values)), Queue(0)
 
-    def _memory(self, layer: ColumnLayer, coded: int) -> dict[str, Tensor]:
+    def _memory(self, part: Columns, coded: int) -> dict[str, Tensor]:
         """The codes in slots, enough of them until the codec encodes the next group."""
-        if self.used + self.room > layer.reserved:
+        if self.used + self.room > self._layer.reserved:
             self._layer.reserved = self.used + self.room + max(SPARE, self.used // 8)
         unit, memory = self._form(0).unit, dict[str, Tensor]()
         slots = -(-self._layer.reserved // unit) * unit
-        for side, column in enumerate(layer.columns):
+        for side, column in enumerate(part.columns):
             codes = column.runs[0].codes
             for name, x in codes.some(0, codes.count).items():
                 memory[f"{SIDES[side]} {name}"] = _spread(x, self._form(side).tokens, slots)
@@ -78,14 +77,14 @@ class GroupSlots(SlotStore):
     def _form(self, side: int) -> Form:
         return form_of(self.codec, side, self._layer.dims[side])
 
-    def _ring(self, layer: ColumnLayer, coded: int) -> dict[str, Tensor]:
+    def _ring(self, part: Columns, coded: int) -> dict[str, Tensor]:
         """The tokens after the first `coded` ones in their places, and the traced tokens behind the ring."""
-        ring, positions, traced = self.codec.most_exact, self._positions, self.codec.traced(layer)
+        ring, positions, traced = self.codec.most_exact, self._positions, self.codec.traced(part)
         size = *positions.shape[:2], ring + (0 if traced is None else traced.slots.shape[2])
         places, where = self._places(coded), positions.new_full(size, -1)
         where[..., places] = positions[..., coded:]
         found = {}
-        for name, column in zip(EXACT, layer.columns, strict=False):
+        for name, column in zip(EXACT, part.columns, strict=False):
             x = column.after(coded)
             found[name] = x.new_zeros(*size, x.shape[3])
             found[name][:, :, places] = x
@@ -105,14 +104,14 @@ class GroupSlots(SlotStore):
     # --- as a layer ------------------------------------------------------------------------------------------------
     def columns(self) -> ColumnLayer:
         """The layer as it would be without the batch, before it settles; `exact` and `memory` must be up to date."""
-        layer, rooms, found = copy(self._layer), iter(map(replace, self._before_settle)), []
-        if layer.evicted:
+        layer, part, found = copy(self._layer), copy(self._part), []
+        places, *rooms = map(replace, self._before_settle)
+        if self._entries[0]:
             new = self._places(self._positions.shape[2])
-            places = torch.cat([self._positions, self.exact[EXACT[2]][..., new]], dim=-1)
-            layer.places = Queue.of({"positions": places}, next(rooms))
-        for side, column in enumerate(layer.columns):
-            tail, run, form = next(rooms), next(rooms), self._form(side)
-            held = {}
+            positions = torch.cat([self._positions, self.exact[EXACT[2]][..., new]], dim=-1)
+            part.places = Queue.of({"positions": positions}, places)
+        for side, column in enumerate(part.columns):
+            tail, run, form, held = *rooms[2 * side : 2 * side + 2], self._form(side), dict[str, Tensor]()
             for name, shape in form.shapes.items():
                 x = self.memory[f"{SIDES[side]} {name}"][:, :, : run.count * form.tokens]
                 held[name] = _gathered(x, form.tokens, shape)
@@ -120,7 +119,7 @@ class GroupSlots(SlotStore):
             own.tail = Queue.of({"x": self.exact[EXACT[side]][:, :, self._places(self.used - tail.count)]}, tail)
             own.runs = [Run(Queue.of(held, run), run.count * form.tokens)]
             found.append(own)
-        layer.columns = found[0], found[1]
+        part.columns, layer.parts = (found[0], found[1]), [part]
         return layer
 
     def _settled(self) -> ColumnLayer:
@@ -160,10 +159,9 @@ class GroupSlots(SlotStore):
 
     def _sizes_of_steps(self, steps: int) -> list[int]:
         """Bytes of the queues after the append of each of the next steps, and after its `settle`."""
-        evicted, sizes = int(self._layer.evicted), []
-        tails, codes = self._rooms[evicted::2], self._rooms[evicted + 1 :: 2]
+        sizes, tails, codes = [], self._rooms[1::2], self._rooms[2::2]
         for _ in range(steps):
-            for room in (*self._rooms[:evicted], *tails):
+            for room in (self._rooms[0], *tails):
                 room.enter(1)
             sizes.append(self._queue_nbytes(self._rooms))
             self._before_settle = list(map(replace, self._rooms))

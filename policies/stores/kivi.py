@@ -149,8 +149,8 @@ class Kcvc(GroupCodec):
         return 0 if self.group is None else self.residual or self.group
 
     @property
-    def one_run(self) -> bool:
-        return self.group is not None
+    def growing(self) -> tuple[int | None, int | None]:  # type: ignore[override]
+        return (None, None) if self.group is None else (1, 1)
 
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
         return self.quantiser.by_channel(x, self.group or x.shape[2], x.dtype)
