@@ -135,7 +135,7 @@ class TokenCodeLayer(SlotStore, CompressedStore):
             self.memory |= encoded(self.codec, exact, side)
         scales = [scale for scale in map(self.codec.scale, range(2)) if scale is not None]
         self._scales = [torch.full((1,), scale, device=exact.device, dtype=torch.float32) for scale in scales]
-        self._views, self._bytes, self.lent = {}, None, False
+        self.lent = False
 
     # --- attention --------------------------------------------------------------------------------------------------
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
