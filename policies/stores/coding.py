@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.code_formats import Format
+from kvbench.kernels.group_formats import Form
 from kvbench.policies.observation import Memory, Observation, State
 from kvbench.policies.stores.code_attention import Outliers
 from kvbench.policies.stores.columns import Columns
@@ -105,8 +106,8 @@ class Coding(Store):
     growing: ClassVar[tuple[int | None, int | None]] = (1, 1)
     """Entries that codes of keys and of values reserve at once; None: later ones do not follow, entry by entry."""
 
-    def packed(self, side: int, dim: int) -> tuple[int, int, bool] | None:
-        """Bits, numbers of a group and whether it is of one token, if kernels can read the words of `Quantiser`."""
+    def packed(self, side: int, dim: int) -> Form | None:
+        """The form of the codes, if the kernels for GPUs can read it."""
         return None
 
     def observe(self, memory: Memory, state: State, observation: Observation, prompt: int) -> None:

@@ -118,16 +118,16 @@ class Gear(GroupCodec):
 
     def _codes(self, x: Tensor, side: int, dtype: torch.dtype) -> dict[str, Tensor]:
         if side == 0:
-            return self.quantiser.by_channel(x, self.group, dtype)
+            return self.by_channel(x, self.group, dtype)
         x = joined(x)
-        return self.quantiser.by_token(x, min(self.group, x.shape[3]), dtype)
+        return self.by_token(x, min(self.group, x.shape[3]), dtype)
 
     def plain(self, codes: Mapping[str, Tensor], side: int, dim: int) -> Tensor:
         """Tokens [1,H,T',D] from their codes alone, without the other parts."""
         if side == 0:
-            return self.quantiser.of_channels(codes, self.group).flatten(2, 3)
+            return self.of_channels(codes, self.group).flatten(2, 3)
         group = min(self.group, codes["exact"].shape[1] * dim)
-        return parted(self.quantiser.of_tokens(codes, group), dim)
+        return parted(self.of_tokens(codes, group), dim)
 
     def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
         if "words" not in codes:

@@ -14,24 +14,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import astuple, replace
 from itertools import count
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.group_codes import FlatCodes, Ring, append_groups, decode_groups
+from kvbench.kernels.group_formats import Form
 from kvbench.kernels.references import NewTokens, decode_attention_ref, widen
 from kvbench.kernels.tiles import decodes
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.column_layer import ColumnLayer
 from kvbench.policies.stores.columns import Column, Columns, Queue, Room, Run
-from kvbench.policies.stores.quantiser import words_for
-from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.slot_store import SIDES, SlotStore
 from kvbench.policies.stores.store import Sizes
 
-SIDES = ("keys", "values")
 EXACT = ("exact keys", "exact values", "exact positions")
 SPARE = 256  # slots that a layer has beyond those that it uses until its next groups are encoded, at least
 
@@ -139,13 +137,6 @@ class GroupSlots(SlotStore):
     def positions(self) -> Tensor:
         return self.columns().positions
 
-    def slot_positions(self) -> Tensor:
-        return self.memory["positions"]
-
-    @property
-    def token_memory(self) -> dict[str, Tensor]:
-        return {name: x for name, x in self.memory.items() if name != "positions"}
-
     # --- bytes, as they would be without the batch ------------------------------------------------------------------
     @property
     def nbytes(self) -> int:
@@ -194,24 +185,11 @@ def count_bytes(stores: Sequence[GroupSlots], steps: int) -> Iterator[int]:
                     yield index
 
 
-class Form(NamedTuple):
-    """How codes are held: see `FlatCodes`. tokens: of an entry. shapes: of an entry, by name."""
-
-    bits: int
-    unit: int
-    per_token: bool
-    tokens: int
-    shapes: dict[str, tuple[int, ...]]
-
-
 def form_of(codec: Coding, side: int, dim: int) -> Form:
     """The form of the codes of keys (side 0) or values (1) of D = `dim` numbers."""
-    packed = codec.packed(side, dim)
-    assert packed is not None
-    bits, unit, per_token = packed
-    groups = dim // unit if per_token else dim
-    shapes = {"words": (groups, words_for(unit, bits)), "scale": (groups,), "minimum": (groups,)}
-    return Form(*packed, 1 if per_token else unit, shapes)
+    form = codec.packed(side, dim)
+    assert form is not None
+    return form
 
 
 def _spread(x: Tensor, unit: int, slots: int) -> Tensor:
@@ -323,4 +301,4 @@ def flat_codes(codec: Coding, memory: Mapping[str, Tensor], side: int, dim: int)
     """The codes of one side as kernels read them; D = `dim`."""
     form = form_of(codec, side, dim)
     words, scale, minimum = (memory[f"{SIDES[side]} {name}"] for name in form.shapes)
-    return FlatCodes(words, scale, minimum, form.bits, form.unit, form.per_token, dim)
+    return FlatCodes(words, scale, minimum, form)

@@ -29,6 +29,9 @@ from kvbench.policies.stores.slots import (
 )
 from kvbench.policies.stores.store import LayerStore, Sizes
 
+SIDES = ("keys", "values")
+"""The first words of the names of tensors with keys and with values."""
+
 
 class SlotStore(LayerStore):
     """Segments of which the first `used` slots are in use; `memory`: keys, values, positions and statistics by name.
@@ -102,8 +105,8 @@ class SlotStore(LayerStore):
 
     @property
     def token_memory(self) -> dict[str, Tensor]:
-        """The tensors that hold keys and values; the others are positions, statistics and a bias."""
-        return {name: self.memory[name] for name in ("keys", "values")}
+        """The tensors that hold keys and values, or their codes; the others are positions, statistics and a bias."""
+        return {name: x for name, x in self.memory.items() if name.partition(" ")[0] in SIDES}
 
     @property
     def step_format(self) -> tuple[object, ...] | None:

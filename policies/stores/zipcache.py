@@ -127,7 +127,7 @@ class ZipCache(GroupCodec):
     @property
     def quantisers(self) -> tuple[Quantiser, Quantiser]:
         """Of the salient tokens and of the others."""
-        return replace(self.quantiser, bits=2 * self.bits), self.quantiser
+        return Quantiser(2 * self.bits, self.metadata, self.fp16_arith), self
 
     # --- the prompt -------------------------------------------------------------------------------------------------
     def observe(self, memory: Memory, state: State, observation: Observation, prompt: int) -> None:
