@@ -62,7 +62,8 @@ def text(table: Table, width: int | None = None) -> str:
     for name in frame.columns:
         longest = max((len(line) for cell in frame[name] for line in cell.split("\n")), default=0)
         headings.append(_folded(str(name), max([longest, *map(len, str(name).split())])))
-    rows, left = list(frame.itertuples(index=False)), [name in table.left for name in frame.columns]
+    rows: list[Sequence[str]] = [*frame.itertuples(index=False)]
+    left = [name in table.left for name in frame.columns]
     body = _aligned(headings, rows, ends, left)
     if width is not None and max(map(cell_len, body)) > width:
         widths = _fitting([headings, *rows], width)
