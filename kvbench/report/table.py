@@ -62,13 +62,12 @@ def text(table: Table, width: int | None = None) -> str:
     for name in frame.columns:
         longest = max((len(line) for cell in frame[name] for line in cell.split("\n")), default=0)
         headings.append(_folded(str(name), max([longest, *map(len, str(name).split())])))
-    rows: list[Sequence[str]] = [*frame.itertuples(index=False)]
-    left = [name in table.left for name in frame.columns]
+    rows, left = list(frame.itertuples(index=False)), [name in table.left for name in frame.columns]
     body = _aligned(headings, rows, ends, left)
     if width is not None and max(map(cell_len, body)) > width:
         widths = _fitting([headings, *rows], width)
-        headings, *rows = ([*map(_folded, row, widths)] for row in [headings, *rows])
-        body = _aligned(headings, rows, ends, left)
+        folded = [[*map(_folded, row, widths)] for row in (headings, *rows)]
+        body = _aligned(folded[0], folded[1:], ends, left)
     notes_width = min(width or 10_000, max([NOTE_WIDTH, *map(len, body)]))
     title, *notes = (_folded(words, notes_width) for words in (table.title, *table.notes))
     return "\n\n".join(filter(None, [title, "\n".join(body), "\n".join(notes)])) + "\n"
