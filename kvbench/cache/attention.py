@@ -19,7 +19,6 @@ from kvbench.kernels.tiles import INTERPRETED, decodes, use_triton
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, known_weights
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store import CompressedStore
 
 
 def attend(step: Step, needs: Needs) -> Tensor:
@@ -133,12 +132,9 @@ def _in_order(seen: Observation) -> bool:
 def _attend(step: Step) -> Tensor:
     """Attention by the first implementation that supports the step."""
     queries, params, held = step.queries, step.params, step.store
-    if not step.fresh and (
-        isinstance(held, CompressedStore) or (isinstance(held, SlotStore) and held.starts is not None)
-    ):
-        out = held.attend(queries, step.positions, params)  # on codes, or on heads of different lengths
-        if out is not None:
-            return out
+    out = None if step.fresh else held.attend(queries, step.positions, params)  # of codes, or heads unlike in length
+    if out is not None:
+        return out
     slots, window, scale = held.slots, params.sliding_window, params.scaling
     covered = window is None or step.span.end <= window  # the window hides no token
     plain = covered and slots.bias is None and params.softcap is None and params.sinks is None

@@ -16,12 +16,12 @@ from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.columns import Column, Columns, Decoder
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import padded, take
-from kvbench.policies.stores.store import CompressedStore, Sizes
+from kvbench.policies.stores.store import LayerStore, Sizes
 
 LAST = torch.iinfo(torch.int32).max
 
 
-class ColumnLayer(CompressedStore):
+class ColumnLayer(LayerStore):
     """A dense store of the tokens until the first `settle`, then `parts`: the columns of all KV heads, or of one each.
 
     KV heads are apart if they hold different numbers of tokens; the views are then copies, in which shorter heads end

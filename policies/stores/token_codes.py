@@ -19,10 +19,10 @@ from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.code_attention import Outliers, attend_to_codes, cover, scores_by_block, weighted_by_block
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.slot_store import SIDES, SlotStore
-from kvbench.policies.stores.store import CompressedStore, Sizes
+from kvbench.policies.stores.store import Sizes
 
 
-class TokenCodeLayer(SlotStore, CompressedStore):
+class TokenCodeLayer(SlotStore):
     """Slots of exact tokens until the first `settle`, then slots of codes: memory["keys codes"] and so on."""
 
     def __init__(self, codec: Coding, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
