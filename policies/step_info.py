@@ -44,6 +44,11 @@ class AttentionParams(NamedTuple):
         assert len(self.sinks) == 1, "a kernel attends one layer at a time"
         return self.sinks[0]
 
+    @property
+    def for_kernels(self) -> tuple[float, float | None, int | None, Tensor | None]:
+        """Scaling, soft cap, sliding window and the sinks of one layer."""
+        return self.scaling, self.softcap, self.sliding_window, self.layer_sinks
+
 
 class QueryWindow(NamedTuple):
     """The newest w queries [B,H_q,w,D] (w: the scorer's window) and their positions [B,w], oldest first, -1 = none.

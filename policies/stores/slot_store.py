@@ -390,5 +390,4 @@ class SlotStore(LayerStore):
         if self.starts is None or self.counts is None or queries.shape[2] > 1 or "bias" in self.memory:
             return None
         stored = self.memory["keys"], self.memory["values"], positions, self.memory["positions"]
-        params = how.scaling, how.softcap, how.sliding_window, how.layer_sinks
-        return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *params).out
+        return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *how.for_kernels).out
