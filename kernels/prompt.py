@@ -24,10 +24,10 @@ from kvbench.kernels.references import (
     NOWHERE,
     Attention,
     attention_logits,
+    decode_attention_ref,
     grouped_attention,
     sink_factor,
     visible,
-    widen,
 )
 
 PAIRS_AT_ONCE = 2**22  # of query and slot, over all query heads: 16 MiB of float32 logits, 4 MiB of mask
@@ -109,19 +109,11 @@ def prompt_attention_ref(
     queries: Tensor, keys: Tensor, values: Tensor, query_positions: Tensor, key_positions: Tensor, scaling: float,
     softcap: float | None = None, sliding_window: int | None = None, sinks: Tensor | None = None,
 ) -> Attention:  # fmt: skip
-    """The definition: all logits at once. Arguments and result as in `prompt_attention`."""
-    logits = attention_logits(queries, keys, scaling, softcap)  # [B,H_kv,G,M,T]
-    seen = visible(query_positions, key_positions, sliding_window)[:, :, None]
-    logits = logits.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        taken = widen(sinks).view(1, keys.shape[1], -1, 1, 1).expand(*logits.shape[:4], 1)
-        taken = taken.masked_fill(query_positions[:, None, None, :, None] < 0, -torch.inf)
-        logits = torch.cat([logits, taken], dim=-1)
-    lse = torch.logsumexp(logits, -1)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    rows = torch.exp(logits - lse[..., None])[..., : keys.shape[2]]
-    out = rows @ widen(values)[:, :, None]
-    return Attention(out.flatten(1, 2).to(values.dtype), lse.flatten(1, 2))
+    """The definition: that of `decode_attention`. Arguments and result as in `prompt_attention`."""
+    call = queries, keys, values, query_positions, key_positions, scaling, softcap, sliding_window, sinks
+    found = decode_attention_ref(*call)
+    blind = (found.log_sum_exp == -torch.inf) | (query_positions < 0)[:, None]
+    return Attention(found.out, found.log_sum_exp.masked_fill(blind, torch.inf))
 
 
 def _library_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Attention | None:
