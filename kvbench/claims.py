@@ -10,6 +10,7 @@ import click
 import pandas as pd
 import yaml
 
+from kvbench.config.compose import check_run_fields
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, write
 from kvbench.report.table import Table, text
@@ -32,6 +33,7 @@ def cli(overrides: Sequence[str], paper: Sequence[str], runs: Path | None, outpu
     if output is not None:
         check_output(output, tuple(FORMATS))
     words = pairs(overrides, "model=pocket")
+    check_run_fields(words)
     budget = {"budget": f"[{words['budget']}]"} if "budget" in words else {}
     fields = {key: yaml.safe_load(value) for key, value in {**words, **budget}.items()}
     claims = [claim for name in paper or PAPERS for claim in read_claims(name, fields)]

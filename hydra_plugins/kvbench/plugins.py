@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 CONF = "pkg://kvbench.conf"
-GROUPS = ("model", "policy", "task", "wrapper", "experiment")
+GROUPS = ("model", "policy", "task", "wrapper", "experiment", "logger")
 
 
 class KvbenchSearchPath(SearchPathPlugin):
@@ -210,6 +210,8 @@ class GridSweeper(BasicSweeper):
             self.batch_index = 0
             super().sweep(line)
         jobs, self.launcher = self.launcher.jobs, launcher
+        if not jobs:
+            raise CompactHydraException("the values of this sweep have no combination: a glob() that finds no name?")
         size = self.max_batch_size or len(jobs)
         returns = []
         for start in range(0, len(jobs), size):

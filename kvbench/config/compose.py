@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import ConfigError, UsageError, first_line, unknown
+from kvbench.errors import ConfigError, UsageError, first_line, instead, unknown
 
 Config = dict[str, Any]
 CONF = Path(str(resources.files("kvbench.conf")))
@@ -196,6 +196,14 @@ def load(file: Path) -> Config:
     if not isinstance(own, dict) or not isinstance(own.get("defaults", []), list):
         raise UsageError(f"{file} cannot be read: it must hold fields, such as _target_, or a list of defaults")
     return own
+
+
+def check_run_fields(words: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a word that is not a field of a run, nor of Hydra."""
+    known = ["model", "policy", "task", "logger", *(key for key in load(CONF / "config.yaml") if key != "defaults")]
+    for key, value in words.items():
+        if (name := key.partition(".")[0].partition("/")[0]) not in known:
+            raise ConfigError(key, value, why=f"is not a field of a run{instead(name, known)}")
 
 
 def merge(config: Config, other: Mapping[str, Any]) -> Config:

@@ -12,7 +12,7 @@ import yaml
 
 from kvbench.config.compose import names, read, resolved
 from kvbench.config.parts import build, refusing_in
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, instead, unknown
 from kvbench.results.definition import sweep_name
 from kvbench.results.result import load_results
 from kvbench.terminal.command import PATH, Command, pairs, quiet
@@ -29,13 +29,14 @@ def log(folder: Path, fields: Sequence[str]) -> None:
     quiet()
     words = pairs(fields, "logger=wandb")
     known = [name for name in names("logger") if name != "none"]
-    if words.get("logger") not in known:
-        raise UsageError(f"logger={words.get('logger', '')} must be one of {', '.join(known)}")
-    config: dict[str, Any] = read("logger", words.pop("logger"))
+    name = words.pop("logger", "")
+    if name not in known:
+        raise unknown("logger", name, known)
+    config: dict[str, Any] = read("logger", name)
     allowed = [f"logger.{name}" for name in config if name != "_target_"]
     for key, value in words.items():
         if key not in allowed:
-            raise UsageError(f"{key}= is not a field of the logger (allowed: {', '.join(allowed)})")
+            raise UsageError(f"{key}= is not a field of the logger{instead(key, allowed)}")
         config[key.removeprefix("logger.")] = yaml.safe_load(value)
     with refusing_in("logger", config, "logger: "):
         tracker = build(resolved({"logger": config, "out": str(folder)})["logger"])

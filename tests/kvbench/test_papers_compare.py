@@ -201,6 +201,7 @@ def test_a_table_runs_on_another_model_and_is_compared_with_the_same_overrides(
             "policy=cake: cake is not in caote/table2, which has full, h2o_norecent",
         ),
         (["run", "caote/table2", "budget=64,128,256"], "give one value, or 2 in place of 2048, 4096"),
+        (["run", "caote/table2", "polcy=cake"], "polcy=cake is not a field of a run: did you mean policy?"),
         (["compare", "caote/table2", "limit"], "limit cannot be read: write key=value"),
     ],
 )

@@ -34,7 +34,7 @@ LINES = {
     "policy.scorer._target_=os.system": "policy.scorer._target_=os.system is not a class that can be built",
     "policy=ada_pyramidkv policy.allocator.base.beta=0": "policy.allocator.base.beta must be a number of at least 1",
     "policy=kvec policy.scorer.window=99": "policy.scorer.extended must be a whole number of at least 99, got 32",
-    "policy.scorer.windw=3": "policy.scorer.windw=3 is not a field of SnapKV (allowed: window, kernel, pool, ",
+    "policy.scorer.windw=3": "policy.scorer.windw=3 is not a field of SnapKV: did you mean window? (allowed: ",
     "task=nia": "task=nia does not exist: did you mean niah",
     "task.lengths=[99999999]": "task.lengths=99999999 is too long: the model's maximum is",
     "'task.needle='\"'\"'{key:d} {value}'\"'\"''": "task.needle='{key:d} {value}' is not a template: Unknown",
@@ -45,10 +45,14 @@ LINES = {
     "+model.attn_implementation=sdpa": "model.attn_implementation=sdpa is not allowed: kvbench computes the attention",
     "model=hub model.hub_id=a/b/c": "model.hub_id=a/b/c is not allowed, it must be owner/name",
     "logger=wandb logger.tags=5": "logger.tags=5 must be a list of texts",
+    "logger=wandbb": "logger=wandbb does not exist: did you mean wandb",
+    "-m 'policy=glob(none*)'": "the values of this sweep have no combination",
     "-m policy=snapkv hydra.launcher.workers=0": "hydra.launcher.workers must be a whole number",
 }
 OTHERS = {
     "results": "Missing command (see kvbench results --help)",
+    "results chek runs": "No such command 'chek'. Did you mean 'check'?",
+    "claims polcy=snapkv": "polcy=snapkv is not a field of a run: did you mean policy",
     "plot runs -o a.svg --kind nope": "Invalid value for '--kind': 'nope' is not one of",
     "score longbench": "Missing argument 'PREDICTIONS' (see kvbench score longbench --help)",
     "plot file.txt -o a.svg --format png": "--format png contradicts the suffix of -o a.svg",

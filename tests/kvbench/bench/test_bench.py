@@ -119,8 +119,8 @@ def test_a_shared_sweep_and_single_runs_give_the_same_answers_and_hold_the_same_
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("kivi", "experiment kivi does not exist, choose from sweep, cake_table13"),
-        ("sizes=3", "sizes=3 is not allowed: write key=value, with a key of model, dtype"),
+        ("kivi", "experiment=kivi does not exist (allowed: sweep, cake_table13"),
+        ("sizes=3", "sizes=3 is not key=value with a known key (allowed: model, dtype"),
         ("policies=snapk", "policies=snapk: policy=snapk does not exist"),
         ("policies=kvzip", "policies=kvzip cannot be timed on random tokens"),
         ("policies=finch", "policies=finch cannot be timed on random tokens"),
