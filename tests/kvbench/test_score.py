@@ -151,7 +151,7 @@ def test_a_wrong_file_is_refused_with_its_line_and_nothing_is_lost(
     ("benchmark", "sentence"),
     [
         ("rulr", "rulr is not a benchmark that can score predictions"),
-        ("json", "json has no function score_predictions: choose one of infinitebench, longbench, "),
+        ("json", "json has no function score_predictions (allowed: infinitebench, longbench, "),
     ],
 )
 def test_what_cannot_score_is_told(benchmark: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
