@@ -97,6 +97,9 @@ def samples(runs: Path) -> pd.DataFrame:
                     "kept_per_head": sum(kept) / len(kept),
                     "cache_bytes": sample["cache_bytes"],
                     "full_cache_bytes": sample["full_cache_bytes"],
+                    "tokens": sample["generated_tokens"],
+                    "cut_off": sample.get("finish_reason") == "length",
+                    "kv_footprint": sample.get("kv_footprint"),
                     "run_id": file.parent.name,
                 }
             )
@@ -124,6 +127,7 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
                 "vs_full": less.mean if policy != "full" else None,
                 "vs_full_low": less.low if policy != "full" and len(shared) > 1 else None,
                 "vs_full_high": less.high if policy != "full" and len(shared) > 1 else None,
+                **(answers(full.loc[shared], own.loc[shared]) if interval else {}),
                 "kept_per_head": some.kept_per_head.mean(),
                 "cache_mib": some.cache_bytes.mean() / 2**20,
                 # of the bytes that full held on the same examples: equal bytes are equal shares
@@ -131,6 +135,24 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows).sort_values(["task", "budget", "policy"], ignore_index=True)
+
+
+def answers(full: pd.DataFrame, own: pd.DataFrame) -> dict[str, float]:
+    """The answers of a policy beside those of `full` to the same examples.
+
+    lost, gained: right under full and wrong here, and the reverse (graded scores: mean losses and gains). tokens: mean
+    length. cut_off: share that reached max_new_tokens. kv_footprint: entries held, over all fed tokens, as a share of
+    the full cache's.
+    """
+    change = own.score - full.score
+    return {
+        "lost": -change.clip(upper=0).mean(),
+        "gained": change.clip(lower=0).mean(),
+        "tokens": own.tokens.mean(),
+        "tokens_vs_full": (own.tokens - full.tokens).mean(),
+        "cut_off": own.cut_off.mean(),
+        "kv_footprint": own.kv_footprint.mean(),
+    }
 
 
 def to_base(found: pd.DataFrame) -> pd.DataFrame:
@@ -225,6 +247,23 @@ def score_figure(table: pd.DataFrame, x: str, file: Path, title: str, xlabel: st
     save(figure, file)
 
 
+def leaderboard_figure(table: pd.DataFrame, file: Path, title: str) -> None:
+    """The average of each policy at the largest budget as a bar, its tasks as points, sorted."""
+    own = table[table.budget.isna() | (table.budget == table.budget.max())].reset_index(drop=True)
+    figure, axes = plt.subplots(figsize=(6.4, 0.21 * len(own) + 1), layout="constrained")
+    axes.barh(own.index, own.average, color="lightgrey", label="average")
+    for index, task in enumerate(own.columns[list(own.columns).index("n") + 1 :]):
+        axes.plot(own[task], own.index, "osv^D<>"[index], markersize=4, label=str(task).removeprefix("ruler_"))
+    shares = own.share_of_full.map("{:.0%}".format)
+    axes.set_yticks(own.index, own.policy + ", " + shares, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("score; beside each policy its share of the full cache's bytes", fontsize=8)
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.legend(fontsize=7, loc="lower right")
+    save(figure, file)
+
+
 def bytes_figure(scores: pd.DataFrame, likelihoods: pd.DataFrame, file: Path) -> None:
     """Needles found, and perplexity of a book, against the bytes of the cache."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.4), layout="constrained")
@@ -299,7 +338,10 @@ def main() -> None:
     for name, table in tables.items():
         table.round(4).to_csv(given.output / f"{name}.csv", index=False)
         if name.startswith("ruler"):
-            leaderboard(table).round(4).to_csv(given.output / f"{name}_average.csv", index=False)
+            averages = leaderboard(table)
+            averages.round(4).to_csv(given.output / f"{name}_average.csv", index=False)
+            title = f"RULER, n = {averages.n.min()} per task, {averages.budget.max():.0f} tokens per KV head and layer"
+            leaderboard_figure(averages, given.output / f"{name}_average.svg", title)
     budget = "budget (tokens per KV head and layer)"
     if "needles" in tables:
         needles = found[found.table == "needles"]

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from kvbench.tasks.niah import Niah
+from kvbench.tasks.ruler.niah import singular
 from kvbench.tasks.ruler.templates import needle_line, noise_line, template
 from kvbench.tasks.words import own_words, written_sentences
 
@@ -144,7 +145,7 @@ def frame(ruler: bool, values: int, together: int) -> Frame:
     if ruler:
         text, prefix = template("niah").text, template("niah").answer_prefix
         if single:
-            text, prefix = _singular(text), _singular(prefix)
+            text, prefix = singular(text), singular(prefix)
         kind = "number" if single else "numbers"
         text, prefix = (part.replace("{type_needle_v}", kind).replace("{query}", "{keys}") for part in (text, prefix))
         head, question = text.split("{context}")
@@ -153,10 +154,6 @@ def frame(ruler: bool, values: int, together: int) -> Frame:
     slots = {"number": "number" if single else "numbers", "is_are": "is" if single else "are", "keys": "{keys}"}
     head, question = task.frame.format(context="{context}", question=task.question.format(**slots)).split("{context}")
     return Frame(head, task.needle, question, task.answer_prefix.format(**slots), " and ")
-
-
-def _singular(text: str) -> str:
-    return text.replace("Some", "A").replace("are all", "is").replace("are", "is").replace("answers", "answer")
 
 
 def listed(items: Sequence[str], last: str) -> str:

@@ -30,9 +30,12 @@ _HEAD = "# The runs of this folder's sweeps: `kvbench sweep status FOLDER` shows
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of a sweep. config: the resolved configuration. error: why it cannot run."""
+    """One run of a sweep. config: the resolved configuration. error: why it cannot run.
 
-    title: str  # the overrides that differ between runs: "policy=snapkv budget=64"
+    limit, run_id, changed and identity are known once the configuration is checked.
+    """
+
+    title: str  # the overrides that other runs do not have: "policy=snapkv budget=64"
     model: str  # names of presets
     policy: str
     task: str
@@ -60,6 +63,11 @@ class Entry:
     def key(self) -> str:
         """The key of the run within the sweep."""
         return self.run_id or self.title
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of the presets."""
+        return {"model": self.model, "policy": self.policy, "task": self.task}
 
     @property
     def budget(self) -> int | float | str | None:

@@ -37,7 +37,7 @@ class Overrides(Commands):
     """Completes sub-commands, and overrides where none is named. fields: the words that continue an incomplete one."""
 
     def __init__(self, commands: Commands, fields: Callable[[str], Sequence[str]]) -> None:
-        super().__init__("kvbench", commands.places, "")
+        super().__init__(str(commands.name), commands.places, "")
         self.fields = fields
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

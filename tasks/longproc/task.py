@@ -156,10 +156,6 @@ class LongProc(Task):
         partial = "f1" if self.task == "html_to_tsv" else "partial_accuracy"
         return found[partial if self.metric == "partial" else "accuracy"], found
 
-    def score(self, output: str, example: Example) -> float:
-        """The score by `metric`."""
-        return self.judge(output, example)[0]
-
 
 # --- rows of the official files --------------------------------------------------------------------------------------
 def _countdown(numbers: list[int], target: int, reference: str) -> _Problem:

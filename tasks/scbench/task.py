@@ -57,10 +57,6 @@ class SCBench(SharedContext):
         found = (example for row, where in self._rows() for example in self._of_row(row, where))
         return (replace(example, index=index) for index, example in enumerate(islice(found, limit)))
 
-    def score(self, output: str, example: Example) -> float:
-        """The official score of one answer."""
-        return self.judge(output, example)[0]
-
     def judge(self, output: str, example: Example) -> tuple[float, Mapping[str, Any]]:
         """The score by the official rule, and a corrected score if that rule is broken."""
         about = example.metadata

@@ -26,36 +26,20 @@ PAGES = [
 ]
 
 
-def numbers(cell: str) -> list[float]:
-    return [float(number.replace(",", "")) for number in re.findall(r"[-+]?\d[\d,]*\.?\d*", cell)]
-
-
 def test_the_table_of_the_readme_is_that_of_the_results() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    folder = RESULTS / re.search(r"\]\(results/(\w+)/needles.svg\)", readme)[1]  # type: ignore[index]
-    known = {}
-    for table in ("needles", "stores"):
-        if (folder / f"{table}.csv").exists():
-            with (folder / f"{table}.csv").open(encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
-            known |= {
-                (row["policy"], row["budget"].split(".")[0]): row
-                for row in rows
-                if row["task"] in ("niah", "niah 2048")
-            }
-    table = readme.split("| policy | budget |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    folder = RESULTS / re.search(r"\]\(results/(\w+)/ruler_average.svg\)", readme)[1]  # type: ignore[index]
+    with (folder / "ruler_average.csv").open(encoding="utf-8") as file:
+        known = {(row["policy"], row["budget"].split(".")[0]): row for row in csv.DictReader(file)}
+    header, _, *table = readme.split("\n| policy | budget |", 1)[1].split("\n\n", 1)[0].splitlines()
+    tasks = [cell.strip() for cell in header.strip("| ").split("|")][2:]
     assert len(table) > 5
     for line in table:
-        policy, budget, found, difference, kept, mib, share = (cell.strip() for cell in line.strip("|").split("|"))
-        slug = {"turboquant, 4 bits": "turboquant"}.get(policy, policy)
-        row = next(known[slug, key] for key in (budget.replace(",", ""), "") if (slug, key) in known)
-        assert numbers(found) == [round(float(row[name]), 2) for name in ("score", "low", "high")], line
-        if difference:
-            expected = [round(float(row[name]), 2) for name in ("vs_full", "vs_full_low", "vs_full_high")]
-            assert numbers(difference) == expected, line
-        assert numbers(kept) == [pytest.approx(float(row["kept_per_head"]), abs=0.51)], line
-        assert numbers(mib) == [pytest.approx(float(row["cache_mib"]), abs=0.051)], line
-        assert numbers(share) == [pytest.approx(100 * float(row["share_of_full"]), abs=0.51)], line
+        policy, budget, average, share, *scores = (cell.strip() for cell in line.strip("|").split("|"))
+        row = known[policy, budget.strip("-")]
+        assert float(average) == round(float(row["average"]), 2), line
+        assert share == f"{float(row['share_of_full']):.0%}", line
+        assert [float(score) for score in scores] == [round(float(row[f"ruler_{task}"]), 2) for task in tasks], line
 
 
 def test_every_claim_names_its_source_and_the_example_of_the_page_is_one() -> None:

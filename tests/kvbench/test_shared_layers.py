@@ -9,7 +9,7 @@ import pytest
 import torch
 from kv_models import SHARING, prompt, tiny
 from kv_oracle import Rules
-from kv_runs import assert_rows_alone, policy_for, run_greedy
+from kv_runs import assert_full_is_eager, assert_rows_alone, policy_for, run_greedy
 from kv_simulate import simulate
 from transformers import PreTrainedModel
 
@@ -29,13 +29,7 @@ def model_of(family: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("family", SHARING)
 def test_full_is_the_familys_eager_attention_beyond_its_window(family: str) -> None:
-    model, ids = tiny(family), torch.tensor([prompt(60)])
-    with torch.no_grad():
-        model.set_attn_implementation("eager")
-        expected = model(ids, use_cache=False).logits
-        cache = KVCache(prepare(model).config, make_policy("full"), prompt_length=50)
-        got = [model(call, past_key_values=cache).logits for call in (ids[:, :50], *ids[:, 50:].split(1, 1))]
-    torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=1e-4, rtol=1e-4)
+    assert_full_is_eager(tiny(family))
 
 
 @pytest.mark.parametrize(
