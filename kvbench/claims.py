@@ -10,7 +10,7 @@ import click
 import pandas as pd
 import yaml
 
-from kvbench.config.compose import check_run_fields
+from kvbench.config.compose import check_run_fields, complete_overrides
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, write
 from kvbench.report.table import Table, text
@@ -20,7 +20,7 @@ from kvbench.terminal.outputs import check_output
 
 
 @click.command("claims", cls=Command)
-@click.argument("overrides", nargs=-1, metavar="[FIELD=VALUE]...")
+@click.argument("overrides", nargs=-1, metavar="[FIELD=VALUE]...", shell_complete=complete_overrides)
 @click.option("--paper", multiple=True, help=f"One of {', '.join(PAPERS)}, or a YAML file of claims; repeatable.")
 @click.option("--runs", type=PATH, help="Folder of finished runs; without it, the commands of the runs are shown.")
 @click.option("-o", "--output", type=PATH, help=f"File to write: {', '.join(FORMATS)}.")

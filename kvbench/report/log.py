@@ -10,7 +10,7 @@ from typing import Any
 import click
 import yaml
 
-from kvbench.config.compose import names, read, resolved
+from kvbench.config.compose import complete_overrides, names, read, resolved
 from kvbench.config.parts import build, refusing_in
 from kvbench.errors import UsageError, instead, unknown
 from kvbench.results.definition import sweep_name
@@ -20,7 +20,7 @@ from kvbench.terminal.command import PATH, Command, pairs, quiet
 
 @click.command("log", cls=Command)
 @click.argument("folder", type=PATH)
-@click.argument("fields", nargs=-1, metavar="logger=NAME [logger.FIELD=VALUE]...")
+@click.argument("fields", nargs=-1, metavar="logger=NAME [logger.FIELD=VALUE]...", shell_complete=complete_overrides)
 def log(folder: Path, fields: Sequence[str]) -> None:
     """Log all finished runs below a folder, and their table: kvbench results log results/runs logger=wandb.
 

@@ -170,7 +170,7 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Import a sub-command."""
         name, command, rest = super().resolve_command(ctx, args)
-        if name in self.places:
+        if name is not None:
             module, _, member = self.places[name][0].partition(":")
             command = getattr(import_module(module), member)
         return name, command, rest

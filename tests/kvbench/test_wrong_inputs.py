@@ -64,6 +64,7 @@ OTHERS = {
     "plot runs -o a.svg --kind nope": "Invalid value for '--kind': 'nope' is not one of",
     "score longbench": "Missing argument 'PREDICTIONS' (see kvbench score longbench --help)",
     "plot file.txt -o a.svg --format png": "--format png contradicts the suffix of -o a.svg",
+    "plot runs -o a.svg --width 0": "Invalid value for '--width': 0.0 is not in the range 0<x<=100",
     "memory length=1 length=2": "length=2: length is given twice",
     "results collect nowhere -o t.pdf": "-o t.pdf must end in one of .csv",
     "report nowhere": "nowhere is not a folder",
