@@ -11,7 +11,7 @@ from itertools import islice
 from typing import ClassVar
 
 from kvbench.errors import ConfigError, choice, number, whole_number
-from kvbench.tasks.ruler.templates import noise_line
+from kvbench.tasks.ruler.templates import NOISE
 from kvbench.tasks.scores import contains, needle_words, rouge1_recall
 from kvbench.tasks.task import Example, Task, Tokenizer, counts, listed_numbers, question_part, slots
 from kvbench.tasks.words import Filler, hide, largest_fitting, own_words, read_folder, repeated, written_sentences
@@ -139,7 +139,7 @@ class NeedleGrid(Task):
         return example if self.dictate_after is None else _dictating(example, self.dictate_after, tokenizer), planted
 
     def _filler(self, rng: random.Random) -> Iterator[str]:
-        return written_sentences(rng) if self.haystack == "sentences" else repeated(noise_line() + " ")
+        return written_sentences(rng) if self.haystack == "sentences" else repeated(NOISE + " ")
 
 
 def _dictating(example: Example, tokens: int, tokenizer: Tokenizer) -> Example:

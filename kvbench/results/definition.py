@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager, suppress
+from contextlib import chdir, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -68,12 +67,6 @@ class Entry:
     def names(self) -> dict[str, str]:
         """The names of the presets."""
         return {"model": self.model, "policy": self.policy, "task": self.task}
-
-    @property
-    def budget(self) -> int | float | str | None:
-        """The configured budget; None for a policy without one."""
-        budget: int | float | str | None = (self.identity or self.config)["budget"]
-        return budget
 
     @property
     def group(self) -> str:
@@ -143,12 +136,9 @@ def folder_identity(out: Path) -> str:
     path = out / SWEEP_FOLDER / "identity"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        digits = uuid4().hex
-        fresh = path.with_name(digits)
-        fresh.write_text(digits, encoding="utf-8")
-        with suppress(FileExistsError):  # of two processes, the first one decides
-            os.link(fresh, path)
-        fresh.unlink()
+        with held(path.parent, wait=True):
+            if not path.exists():  # of two processes, the first one decides
+                write_atomically(path, uuid4().hex)
     return path.read_text(encoding="utf-8")
 
 

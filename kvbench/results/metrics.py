@@ -243,10 +243,14 @@ def running(samples: Sequence[Sample], bounded: bool) -> dict[str, Any]:
     if not read:
         return {k: v for k, v in _score(samples).items() if k != "interval"} if bounded else {"score": fmean(scores)}
     found = {"nll": token_mean(read), "perplexity": exp(min(token_mean(read), 700.0))}
-    if bounded and len(read) >= FEWEST:
-        interval = weighted_interval([x.nll for x in read], [x.tokens for x in read])
+    if bounded and (interval := _nll_interval(read)):
         found |= {"nll_low": interval.low, "nll_high": interval.high}
     return found
+
+
+def _nll_interval(read: Sequence[Likelihood]) -> statistics.Interval | None:
+    """The interval of the mean NLL over texts; None for fewer than 5."""
+    return weighted_interval([x.nll for x in read], [x.tokens for x in read]) if len(read) >= FEWEST else None
 
 
 def _score(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -275,10 +279,7 @@ def _likelihood(samples: Sequence[Sample]) -> dict[str, Any] | None:
         return None
     if len(read) < len(samples):  # as with scores: no mean over the other texts
         return {"nll": None, "perplexity": None}
-    nll = token_mean(read)
-    interval = None
-    if len(read) >= FEWEST:
-        interval = weighted_interval([x.nll for x in read], [x.tokens for x in read])
+    nll, interval = token_mean(read), _nll_interval(read)
     return {
         "mean_over": "tokens",
         "nll": nll,

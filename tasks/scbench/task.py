@@ -12,7 +12,7 @@ from typing import Any
 from kvbench.errors import choice
 from kvbench.tasks.hub import hub_rows
 from kvbench.tasks.long_sets import subsets
-from kvbench.tasks.predictions import RAISED
+from kvbench.tasks.predictions import judged
 from kvbench.tasks.scbench.predictions import REPOQA, RULES, SOUND
 from kvbench.tasks.scbench.repoqa import repoqa
 from kvbench.tasks.shared_context import Question, SharedContext
@@ -63,11 +63,7 @@ class SCBench(SharedContext):
         kind, answers = about["task"], about["answers"]
         if kind == REPOQA:
             return repoqa(output, about["lang"], about["func_name"], self._functions[about["repo"]]), {}
-        try:
-            score = RULES[kind](output, answers)
-        except RAISED:
-            score = 0.0
-        return score, {"score": score, "score_sound": SOUND[kind](output, answers)} if kind in SOUND else {}
+        return judged(RULES[kind], SOUND.get(kind), output, answers)
 
     @property
     def _prompts(self) -> Mapping[str, Any]:
