@@ -53,6 +53,7 @@ LINES = {
     "+model.attn_implementation=sdpa": "model.attn_implementation=sdpa is not allowed: kvbench computes the attention",
     "model=hub model.hub_id=a/b/c": "model.hub_id=a/b/c is not allowed, it must be owner/name",
     "logger=wandb logger.tags=5": "logger.tags=5 must be a list of texts",
+    "-m policy=full out=file.txt": "out=file.txt cannot be written to (File exists), choose another folder",
     "logger=wandbb": "logger=wandbb does not exist: did you mean wandb",
     "-m 'policy=glob(none*)'": "the values of this sweep have no combination",
     "-m policy=snapkv hydra.launcher.workers=0": "hydra.launcher.workers must be a whole number",
