@@ -12,7 +12,7 @@ import yaml
 
 from kvbench.config.compose import complete_overrides, names, read, resolved
 from kvbench.config.parts import build, refusing_in
-from kvbench.errors import UsageError, instead, unknown
+from kvbench.errors import UsageError, unknown
 from kvbench.results.definition import sweep_name
 from kvbench.results.result import load_results
 from kvbench.terminal.command import PATH, Command, pairs, quiet
@@ -32,12 +32,8 @@ def log(folder: Path, fields: Sequence[str]) -> None:
     name = words.pop("logger", "")
     if name not in known:
         raise unknown("logger", name, known)
-    config: dict[str, Any] = read("logger", name)
-    allowed = [f"logger.{name}" for name in config if name != "_target_"]
-    for key, value in words.items():
-        if key not in allowed:
-            raise UsageError(f"{key}= is not a field of the logger{instead(key, allowed)}")
-        config[key.removeprefix("logger.")] = yaml.safe_load(value)
+    given = {key.removeprefix("logger."): yaml.safe_load(value) for key, value in words.items()}
+    config: dict[str, Any] = {**read("logger", name), **given}
     with refusing_in("logger", config, "logger: "):
         tracker = build(resolved({"logger": config, "out": str(folder)})["logger"])
         watch = tracker.watch(sweep_name(folder, None))

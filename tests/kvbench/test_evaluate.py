@@ -165,7 +165,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "task": ({"tasks": "nia"}, "task=nia does not exist"),
     "model": ({"model": "pockt"}, "model=pockt does not exist"),
     "compress": ({"compress": "all"}, "compress"),
-    "dtype": ({"dtype": "int4"}, "dtype=int4 is not allowed"),
+    "dtype": ({"dtype": "int4"}, "dtype=int4 does not exist"),
     "field": ({"max_tokens": 3}, "task.max_tokens=3 is not a field of Niah"),
     "object": ({"model": torch.nn.Linear(1, 1)}, "model= must be a name or a model of transformers, got a Linear"),
     "tokenizer": ({"tokenizer": "mine"}, "tokenizer= is for a model object"),
