@@ -42,9 +42,16 @@ class Table:
     groups: Sequence[str] = ()
 
 
-def table_of(names: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", left: Sequence[str] = ()) -> Table:
-    """A table of rows of text."""
-    return Table(frame_of(names, list(zip(*rows, strict=True)) or [[] for _ in names]), title, left=left)
+def table_of(
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str = "",
+    left: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    groups: Sequence[str] = (),
+) -> Table:
+    """A table of rows of text: see `Table`."""
+    return Table(frame_of(names, list(zip(*rows, strict=True)) or [[] for _ in names]), title, notes, left, groups)
 
 
 def frame_of(names: Sequence[str], columns: Sequence[Sequence[str]]) -> pd.DataFrame:

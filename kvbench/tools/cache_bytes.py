@@ -220,5 +220,4 @@ def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int]
     title = f"MiB held after a prompt; {shape.layers} layers, {each}, {dtype}"
     names = ("policy", "length", "batch", *kinds, "MiB", "bytes", "bits/number", "16-bit/this")
     note = "spare MiB: reserved for tokens that decoding appends before it evicts, in addition to the bytes held"
-    table = table_of((*names, *("spare MiB",) * reserved), rows, title, left=("policy",))
-    return replace(table, notes=(note,) * reserved)
+    return table_of((*names, *("spare MiB",) * reserved), rows, title, left=("policy",), notes=(note,) * reserved)
