@@ -60,7 +60,6 @@ LINES = {
 }
 OTHERS = {
     "results": "Missing command (see kvbench results --help)",
-    "results chek runs": "No such command 'chek'. Did you mean 'check'?",
     "claims polcy=snapkv": "polcy=snapkv is not a field of a run: did you mean policy",
     "plot runs -o a.svg --kind nope": "Invalid value for '--kind': 'nope' is not one of",
     "score longbench": "Missing argument 'PREDICTIONS' (see kvbench score longbench --help)",
