@@ -338,21 +338,9 @@ class DeviceBatch(KVCache):
         elif codec is not None:
             out = decode_step(codec, queries, tokens, memory, places, (starts, counts), self._longest, params)
         else:
-            out = decode_attention_flat(
-                queries,
-                memory["keys"],
-                memory["values"],
-                *places,
-                starts,
-                counts,
-                self._longest,
-                params.scaling,
-                params.softcap,
-                params.sliding_window,
-                params.layer_sinks,
-                sums=None if arena.weights is None else arena.weights[index],
-                new_tokens=tokens,
-            ).out
+            stored = memory["keys"], memory["values"], *places, starts, counts, self._longest
+            sums = None if arena.weights is None else arena.weights[index]
+            out = decode_attention_flat(queries, *stored, *params.for_kernels, sums=sums, new_tokens=tokens).out
         if index == len(self.attention_layers) - 1:
             asked, how = zip(*self._attended, strict=True)
             newest = torch.stack(asked) if self._parts else queries

@@ -28,7 +28,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Span
 from kvbench.policies.selections.fair import Fair
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store import CompressedStore, LayerStore
+from kvbench.policies.stores.store import LayerStore
 
 
 @dataclass(eq=False)  # not frozen, because a frozen dataclass is slower to create, and every layer and token has one
@@ -182,7 +182,7 @@ class Step:
             if self.prompt_done and (self.span.evicts or self.policy.schedule.decode == "grow"):
                 layer.recent.limit(self.policy.needs.window_decoding or 0)
             layer.recent.copy()
-        if self.prompt_done and not layer.unsettled and isinstance(layer.store, CompressedStore):
+        if self.prompt_done and not layer.unsettled:
             layer.store.settle()
         self.sequence.note_bytes(layer.index)
 
@@ -236,7 +236,7 @@ def append(
     if layer.pages is not None:
         layer.pages.update(held, decodes, layer.count, prompt)
         step.pages = layer.pages if decodes else None
-    if isinstance(held, CompressedStore) and held.watching:
+    if held.watching:
         held.observe(step.seen(None), prompt)
     if policy.scorer is not None and (not decodes or span.evicts):
         if policy.needs.question and not decodes:
