@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import pandas as pd
 import yaml
 
+from kvbench.config.compose import check_run_fields, complete_overrides
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
-from kvbench.report.formats import FORMATS, write
-from kvbench.report.table import Table, text
+from kvbench.report.formats import FORMATS, show
+from kvbench.report.table import Table, table_of
 from kvbench.results.result import load_results
-from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program, terminal_width
+from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program
 from kvbench.terminal.outputs import check_output
 
 
 @click.command("claims", cls=Command)
-@click.argument("overrides", nargs=-1, metavar="[FIELD=VALUE]...")
+@click.argument("overrides", nargs=-1, metavar="[FIELD=VALUE]...", shell_complete=complete_overrides)
 @click.option("--paper", multiple=True, help=f"One of {', '.join(PAPERS)}, or a YAML file of claims; repeatable.")
 @click.option("--runs", type=PATH, help="Folder of finished runs; without it, the commands of the runs are shown.")
 @click.option("-o", "--output", type=PATH, help=f"File to write: {', '.join(FORMATS)}.")
@@ -32,16 +32,12 @@ def cli(overrides: Sequence[str], paper: Sequence[str], runs: Path | None, outpu
     if output is not None:
         check_output(output, tuple(FORMATS))
     words = pairs(overrides, "model=pocket")
+    check_run_fields(words)
     budget = {"budget": f"[{words['budget']}]"} if "budget" in words else {}
     fields = {key: yaml.safe_load(value) for key, value in {**words, **budget}.items()}
     claims = [claim for name in paper or PAPERS for claim in read_claims(name, fields)]
     found = [] if runs is None else load_results(runs)
-    table = as_table([decide(claim, found) for claim in claims])
-    if output is None:
-        sys.stdout.write(text(table, terminal_width()))
-    else:
-        write(table, output)
-        sys.stdout.write(f"{len(claims)} claims -> {output}\n")
+    show(as_table([decide(claim, found) for claim in claims]), output, f"{len(claims)} claims")
 
 
 main = program(cli)
@@ -60,8 +56,7 @@ def as_table(verdicts: Sequence[Verdict]) -> Table:
             rows.append([*first, "", "", "", ""])
     columns = ["name", "claim", "verdict", "comparison", "difference", "95% interval", "n"]
     notes = [f"{one.claim.name}: {remark}" for one in verdicts for remark in one.remarks]
-    frame = pd.DataFrame(rows, columns=columns)
-    return Table(frame, f"{len(verdicts)} claims", notes, left=columns[:4], groups=["name"])
+    return table_of(columns, rows, f"{len(verdicts)} claims", left=columns[:4], notes=notes, groups=["name"])
 
 
 if __name__ == "__main__":

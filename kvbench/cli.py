@@ -16,7 +16,7 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config.compose import CONF, load, names, refuse_unused
+from kvbench.config.compose import CONF, complete_overrides, names, refuse_unused
 from kvbench.errors import ConfigError, UsageError, first_line, unknown
 from kvbench.terminal.command import Commands, command, our_version, program, quiet, share_cores, write_message
 from kvbench.terminal.escapes import unescaped
@@ -65,24 +65,6 @@ COMMANDS = Commands(
 )
 
 
-def _commands() -> str:
-    """The sub-commands, for --help."""
-    return "\n".join(f"  {name:10} {about}" for name, (_, about) in COMMANDS.places.items())
-
-
-def _overrides(incomplete: str) -> list[str]:
-    """The overrides that may continue a word: fields of conf/config.yaml; after `policy=`, names of the group."""
-    config = load(CONF / "config.yaml")
-    groups = ["model", "policy", "task", "logger", "experiment", "hydra/launcher", "hydra/sweeper"]
-    group, equals, value = incomplete.partition("=")
-    if equals:
-        given = value[: value.rfind(",") + 1]  # full,snap
-        return [f"{group}={given}{name}" for name in names(group)] if group in groups else []
-    fields = [key for key in config if key not in ("defaults", "hydra")]
-    inner = {key: [f"{key}.{name}" for name in config[key]] for key in fields if isinstance(config[key], dict)}
-    return [f"{word}=" for field in (*groups, *fields) for word in inner.get(field, [field])]
-
-
 HELP = """\
 kvbench measures what a smaller KV cache costs, and verifies that it was smaller.
 
@@ -115,18 +97,17 @@ def app(config: DictConfig) -> float | None:
     share_cores()
     quiet()
     with short_errors():
+        from kvbench.results.definition import Entry
         from kvbench.run.run_config import plain
-        from kvbench.sweeps.compute import (
-            Composed,
-            run_one,  # torch, which --help and --cfg do not need
-        )
+        from kvbench.sweeps.compute import run_one  # torch, which --help and --cfg do not need
 
         own: Any = HydraConfig.get()
         if own.sweeper.get("grids") or own.sweeper.get("params"):
             write_message("this experiment is a sweep, but only one run is computed: add -m, or hydra.mode=MULTIRUN")
         folders = [Path(source["path"]) for source in own.runtime.config_sources if source["schema"] == "file"]
-        choices = dict(own.runtime.choices)
-        return run_one(Composed(f"policy={choices['policy']}", plain(config), choices, folders))
+        chosen = own.runtime.choices
+        names = chosen.model, chosen.policy, chosen.task
+        return run_one(Entry(f"policy={chosen.policy}", *names, None, plain(config)), folders)
 
 
 @command
@@ -137,14 +118,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if instruction := os.environ.get(COMPLETE):
         from kvbench.terminal.completion import complete
 
-        return complete(COMMANDS, _overrides, instruction, COMPLETE)
+        return complete(COMMANDS, complete_overrides, instruction, COMPLETE)
     if words == ["--version"]:
         sys.stdout.write(f"{our_version()}\n")
         return 0
     if words and words[0] in COMMANDS.places:
         return program(COMMANDS)(words)
     if not {"-h", "--help"}.isdisjoint(words):  # Hydra would first list every group of every folder
-        sys.stdout.write(HELP.format(commands=_commands(), groups=_groups(), fields=_fields()))
+        commands = "\n".join(f"  {name:10} {about}" for name, (_, about) in COMMANDS.places.items())
+        sys.stdout.write(HELP.format(commands=commands, groups=_groups(), fields=_fields()))
         return 0
     if words and words[0][:1] not in ("-", "+", "~") and "=" not in words[0]:
         raise unknown("command", words[0], list(COMMANDS.places))

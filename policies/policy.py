@@ -8,12 +8,11 @@ from typing import Literal
 from torch import Tensor
 
 from kvbench.errors import LARGEST, as_python
-from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator, required_length
+from kvbench.policies.allocators.allocator import Allocator, required_length
 from kvbench.policies.allocators.threshold import with_threshold
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.allocators.whole_pages import check_pages, paged_allocator
 from kvbench.policies.checks import check_choices
-from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.needs import Needs
@@ -219,15 +218,9 @@ class Policy:
 
 def _protected(observation: Observation, first: Sequence[int], newest: Sequence[int]) -> Tensor:
     """[B,H_kv,T] bool: the stored tokens among the first and the newest positions, counts per sequence."""
-    last, positions = observation.sequences.last, observation.positions
-    if len(set(first)) > 1 or (len(set(newest)) > 1 and last is None):
-        return protected(positions, observation.seen, first, newest)
-    if len(set(newest)) == 1:
-        recent = observation.newest(newest[0])
-    else:
-        assert last is not None
-        bounds = last + 1 - on_device(tuple(newest), positions.device)
-        recent = positions >= bounds.clamp_(min=0)[:, None, None]
+    if len(set(first)) > 1 or len(set(newest)) > 1:
+        return protected(observation.positions, observation.seen, first, newest)
+    recent = observation.newest(newest[0])
     if first[0] and any(newest):
         return observation.once(("protected", first[0], *newest), lambda: recent | observation.first(first[0]))
     return observation.first(first[0]) if first[0] else recent
@@ -296,26 +289,3 @@ def read_plan(policy: Policy, length: int) -> ReadPlan:
             f"too small: it must be at least {2 if plan.cuts else plan.page}"
         )
     return plan
-
-
-def leaves_whole(policy: Policy, layers: int, length: int) -> bool:
-    """Whether an allocator with statistics keeps a prompt of `length` tokens whole."""
-    assert isinstance(policy.allocator, StatisticAllocator)
-    assert policy.scorer is not None
-    floor = least_budget(policy.scorer, policy.allocator)
-    return policy.allocator.leaves_whole(length, total_slots(policy, layers, length), layers, floor)
-
-
-def shared_budgets(policy: Policy, statistics: Sequence[Sequence[float]], layers: int, length: int) -> list[int]:
-    """Slots per KV head of the layers measured so far (one statistic each), for a prompt longer than the budget."""
-    allocator = policy.allocator
-    assert isinstance(allocator, StatisticAllocator)
-    assert policy.scorer is not None
-    total, floor = total_slots(policy, layers, length), least_budget(policy.scorer, allocator)
-    budgets = allocator.share(statistics, total, layers, floor, length)
-    if not allocator.exact:
-        return budgets
-    unmeasured = layers - len(statistics)
-    assert all(floor <= budget <= length for budget in budgets), "a layer's share must be within its bounds"
-    assert sum(budgets) == total if unmeasured == 0 else sum(budgets) <= total - floor * unmeasured
-    return budgets

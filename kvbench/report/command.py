@@ -11,19 +11,19 @@ from typing import Any
 
 import click
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, instead
 from kvbench.report.changes import changes_table
 from kvbench.report.curves import at_size_table, smallest_table
-from kvbench.report.formats import FORMATS, renamed, write
+from kvbench.report.formats import FORMATS, renamed, show
 from kvbench.report.price import price_table
-from kvbench.report.table import Table, chosen, results_table, text
+from kvbench.report.table import Table, chosen, results_table
 from kvbench.report.table import pivot as pivoted
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
 from kvbench.results.result import Result, load_results
 from kvbench.tasks.trust import trust_option
-from kvbench.terminal.command import PATH, Command, terminal_width
-from kvbench.terminal.outputs import check_output
+from kvbench.terminal.command import PATH, Command
+from kvbench.terminal.outputs import check_output, writing
 
 TIDY = (".csv", ".parquet")
 _COLLECT = """Writes one table of all runs below a folder. .csv and .parquet files are tidy: one row per run, all
@@ -85,16 +85,12 @@ def collect(
     known = dict.fromkeys([*(column.name for column in COLUMNS), *(key for row in rows for key in row.differs)])
     for name in names:
         if name not in known:
-            raise UsageError(f"--columns {name} is not a column (allowed: {', '.join(known)})")
+            raise UsageError(f"--columns {name} is not a column{instead(name, list(known))}")
     if output is not None and tidy:
         _write_tidy(rows, names, output)
+        sys.stdout.write(f"{len(rows)} rows -> {output}\n")
     else:
-        shown = renamed(_table(rows, names, **kinds), others, precision)
-        if output is None:
-            sys.stdout.write(text(shown, terminal_width()))
-            return
-        write(shown, output)
-    sys.stdout.write(f"{len(rows)} rows -> {output}\n")
+        show(renamed(_table(rows, names, **kinds), others, precision), output, f"{len(rows)} rows")
 
 
 _KINDS: dict[str, Callable[[Sequence[Result]], Table]] = {
@@ -109,11 +105,8 @@ def _write_tidy(rows: Sequence[Result], names: Sequence[str], output: Path) -> N
     table = frame(rows, names)
     if output.suffix == ".csv":
         table = table.astype(object).map(_inert).rename(columns=_inert)
-    try:
-        with atomic_write(output) as temporary:
-            (table.to_csv if output.suffix == ".csv" else table.to_parquet)(temporary, index=False)
-    except OSError as error:
-        raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
+    with writing(output), atomic_write(output) as temporary:
+        (table.to_csv if output.suffix == ".csv" else table.to_parquet)(temporary, index=False)
 
 
 def _inert(cell: Any) -> Any:  # noqa: ANN401 - of a table

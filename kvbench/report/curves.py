@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from kvbench.results.curves import (
 )
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
-from kvbench.results.statistics import FEWEST, Difference, mean_interval
+from kvbench.results.statistics import FEWEST, mean_interval
 
 NAMES = ("model", "task", "policy")
 AT_SIZE = (*NAMES, "kept (95% CI)", "5-95%", "most held", "score", "rival", "at this size", "difference (95% CI)")
@@ -56,7 +55,7 @@ def at_size_table(rows: Sequence[Result]) -> Table:
         "are resampled once for sizes and scores, *: the interval excludes 0; matched: as many tokens of each example, "
         "as equal budgets of all heads (uniform) or as the best of all heads (global)"
     )
-    return replace(table_of(AT_SIZE, cells, "policies without a budget", left=(*NAMES, "rival")), notes=(note,))
+    return table_of(AT_SIZE, cells, "policies without a budget", left=(*NAMES, "rival"), notes=(note,))
 
 
 def _with_budgets(rows: Sequence[Result], like: Result) -> dict[str, list[Result]]:
@@ -90,12 +89,7 @@ def _control(row: Result, control: Result) -> list[str]:
     pair = paired(control.outcomes, row.outcomes)
     if pair is None or pair.difference.n < FEWEST:
         return [f"{control.score:.3f}", NONE]
-    return [f"{control.score:.3f}", _written(pair.difference)]
-
-
-def _written(difference: Difference) -> str:
-    mark = "*" if difference.claims else ""
-    return f"{difference.mean:+.3f} ({difference.low:+.3f}..{difference.high:+.3f}){mark}"
+    return [f"{control.score:.3f}", pair.difference.text().rstrip()]
 
 
 def _rival(row: Result, runs: Sequence[Result]) -> list[str]:
@@ -103,7 +97,7 @@ def _rival(row: Result, runs: Sequence[Result]) -> list[str]:
     difference = None if curves is None else difference_at(*curves)
     if curves is None or difference is None:
         return [NONE, NONE]
-    return [f"{curves[0].scores[0] - difference.mean:.3f}", _written(difference)]
+    return [f"{curves[0].scores[0] - difference.mean:.3f}", difference.text().rstrip()]
 
 
 def smallest_table(rows: Sequence[Result]) -> Table:
@@ -121,7 +115,7 @@ def smallest_table(rows: Sequence[Result]) -> Table:
         f"footprint: the smallest KV footprint with {SHARE:.0%} of full's score, interpolated between budgets; -: not "
         "reached; <=: reached at the smallest budget; in bytes: an entry counts its bytes"
     )
-    return replace(table_of(SMALLEST, cells, f"smallest footprint with {SHARE:.0%} of full", left=NAMES), notes=(note,))
+    return table_of(SMALLEST, cells, f"smallest footprint with {SHARE:.0%} of full", left=NAMES, notes=(note,))
 
 
 def _smallest(full: Result, runs: Sequence[Result], size: Size) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.errors import UsageError
 from kvbench.report.table import NONE, RIGHT, Table, text
 from kvbench.results.files import write_atomically
+from kvbench.terminal.command import terminal_width
+from kvbench.terminal.outputs import writing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -138,10 +140,16 @@ def html(table: Table) -> str:
 FORMATS: dict[str, Callable[[Table], str]] = {".txt": text, ".md": markdown, ".tex": latex}
 
 
+def show(table: Table, output: Path | None, made: str = "") -> None:
+    """Print a table for the terminal, or write it and print its path. made: its contents, such as "9 rows"."""
+    if output is None:
+        sys.stdout.write(text(table, terminal_width()))
+        return
+    write(table, output)
+    sys.stdout.write(f"{made} -> {output}\n" if made else f"{output}\n")
+
+
 def write(table: Table, path: Path) -> None:
     """Write a table in the format of the path's suffix (one of FORMATS). Raises UsageError if it cannot be written."""
-    try:
-        made = latex(table, path.stem) if path.suffix == ".tex" else FORMATS[path.suffix](table)
-        write_atomically(path, made)
-    except OSError as error:
-        raise UsageError(f"-o {path} cannot be written ({error.strerror or error})") from error
+    with writing(path):
+        write_atomically(path, latex(table, path.stem) if path.suffix == ".tex" else FORMATS[path.suffix](table))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from kvbench.errors import UsageError
@@ -31,8 +30,7 @@ def price_table(rows: Sequence[Result]) -> Table:
             "no run with the prefix paged_ has a run of the same scorer, task and budget with own token sets beside "
             "it: run both, for example with experiment=engines"
         )
-    table = table_of(COLUMNS, cells, "price of the constraint", left=NAMES)
-    return replace(table, notes=(NOTE,))
+    return table_of(COLUMNS, cells, "price of the constraint", left=NAMES, notes=(NOTE,))
 
 
 def _constraint(row: Result) -> tuple[str, ...]:
@@ -59,11 +57,10 @@ def _cells(row: Result, own: Result) -> list[str] | None:
     if row is own or pair is None or row.score is None or own.score is None:
         return None
     price = pair.difference
-    excludes = price.n >= FEWEST and not price.low <= 0 <= price.high
-    interval = f" ({price.low:+.3f}..{price.high:+.3f})" + "*" * excludes if price.n >= FEWEST else ""
+    written = price.text().rstrip() if price.n >= FEWEST else f"{price.mean:+.3f}"
     unit, heads = _constraint(row)
     store = row.identity["policy"].get("store") or {}
     sizes = [f"{row.kept_tokens:.1f}" if row.kept_tokens is not None else "-"]
     sizes.append(f"{row.cache_bytes / 2**20:.3f}" if row.cache_bytes is not None else "-")
-    numbers = [*sizes, f"{row.score:.3f}", f"{own.score:.3f}", f"{price.mean:+.3f}{interval}"]
+    numbers = [*sizes, f"{row.score:.3f}", f"{own.score:.3f}", written]
     return [row.model, row.task, row.policy, str(row.budget), unit, heads, str(store.get("free", "-")), *numbers]

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, instead
 from kvbench.results.changes import Changes, changes
 from kvbench.results.described import Described
 from kvbench.results.files import read_yaml
@@ -31,7 +31,7 @@ from kvbench.results.labels import (
     usual,
 )
 from kvbench.results.metrics import FILE_NAME as METRICS
-from kvbench.results.metrics import Numbers, by_value, metrics, read_metrics, token_mean
+from kvbench.results.metrics import Numbers, by_value, metrics, token_mean
 from kvbench.results.pairs import NLLGap, Paired, paired, shared
 from kvbench.results.samples import FILE_NAME, Sample, read_samples
 from kvbench.results.session import machine, other_versions
@@ -215,7 +215,7 @@ class Results(Sequence[Result]):
         known = sorted({key for row in self if keys for sample in row.samples for key in sample.metadata})
         for key in keys:
             if key not in known:
-                raise UsageError(f"--by {key} is not a metadata key of any example (allowed: {', '.join(known)})")
+                raise UsageError(f"--by {key} is not a metadata key of any example{instead(key, known)}")
         return [each for row in self for each in (row, *(part for key in keys for part in row.parts(key)))]
 
 
@@ -271,7 +271,7 @@ def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> 
         file = "config.yaml"
         config = read_yaml(folder / file)
         file = "config.yaml or environment.json"
-        found = _result(folder, samples, config, read_metrics(folder, samples))
+        found = _result(folder, samples, config, metrics(samples))
         if not (whole or limit is not None) and found.finished:  # hundreds of runs would fill the memory
             found = replace(found, samples=StoredSamples(folder / FILE_NAME, len(samples), outcomes_of(samples)))
         return found

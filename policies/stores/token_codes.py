@@ -18,13 +18,11 @@ from kvbench.policies.constants import on_host
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.code_attention import Outliers, attend_to_codes, cover, scores_by_block, weighted_by_block
 from kvbench.policies.stores.coding import Coding
-from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store import CompressedStore, Sizes
-
-SIDES = ("keys", "values")
+from kvbench.policies.stores.slot_store import SIDES, SlotStore
+from kvbench.policies.stores.store import Sizes
 
 
-class TokenCodeLayer(SlotStore, CompressedStore):
+class TokenCodeLayer(SlotStore):
     """Slots of exact tokens until the first `settle`, then slots of codes: memory["keys codes"] and so on."""
 
     def __init__(self, codec: Coding, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
@@ -38,10 +36,6 @@ class TokenCodeLayer(SlotStore, CompressedStore):
     def coded(self) -> bool:
         """Whether the slots hold codes."""
         return "keys" not in self.memory
-
-    @property
-    def token_memory(self) -> dict[str, Tensor]:
-        return {name: x for name, x in self.memory.items() if name.partition(" ")[0] in SIDES}
 
     @property
     def step_format(self) -> tuple[object, ...] | None:
@@ -135,7 +129,7 @@ class TokenCodeLayer(SlotStore, CompressedStore):
             self.memory |= encoded(self.codec, exact, side)
         scales = [scale for scale in map(self.codec.scale, range(2)) if scale is not None]
         self._scales = [torch.full((1,), scale, device=exact.device, dtype=torch.float32) for scale in scales]
-        self._views, self._bytes, self.lent = {}, None, False
+        self.lent = False
 
     # --- attention --------------------------------------------------------------------------------------------------
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
@@ -193,18 +187,15 @@ def decode_step(
     keys, values = (coded(codec, memory, side, dim) for side, dim in enumerate(dims))
     if keys is None or values is None or not decodes(queries):
         return decode_step_ref(codec, queries, new, memory, places, segments, most, how, write)
-    if write and not codec.encodes:
+    wide, back = queries, None if rotation is None else rotation.mT
+    if write and not keys.format.encodes:
         _append(codec, memory, new, segments[0])
-    wide, dtype = queries, queries.dtype
-    if write and codec.encodes:
+    if write and keys.format.encodes:
         wide, new = append_codes(keys, values, segments[0], new, queries, rotation)
     elif rotation is not None:
         wide, *tokens = rotated(rotation, queries, new.keys, new.values)
         new = new._replace(keys=tokens[0], values=tokens[1])
-    return decode_codes(
-        wide, keys, values, *places, *segments, most, how.scaling, new, how.softcap, how.sliding_window,
-        how.layer_sinks, dtype, None if rotation is None else rotation.mT,
-    )  # fmt: skip
+    return decode_codes(wide, keys, values, new, places, segments, most, how.for_kernels, queries.dtype, back)
 
 
 def decode_step_ref(
@@ -219,17 +210,14 @@ def decode_step_ref(
     if positions is None:
         positions = torch.arange(len(keys), device=starts.device)
         positions = positions - starts.flatten().repeat_interleave(len(positions) // starts.numel())
-    out = decode_attention_flat_ref(
-        widen(queries), keys, values, places[0], positions, starts, counts, most, how.scaling, how.softcap,
-        how.sliding_window, how.layer_sinks, new_tokens=new,
-    ).out  # fmt: skip
-    return out.to(queries.dtype)
+    stored = keys, values, places[0], positions, starts, counts, most
+    return decode_attention_flat_ref(widen(queries), *stored, *how.for_kernels, new_tokens=new).out.to(queries.dtype)
 
 
 def _append(codec: Coding, memory: Mapping[str, Tensor], new: NewTokens, starts: Tensor) -> None:
     """Encode new tokens [B,H,1,D] and write them to their slots of flat memory."""
     codes = encoded(codec, new.keys, 0) | encoded(codec, new.values, 1)
-    append({name: memory[name] for name in codes}, codes, starts, new.slots)
+    append(memory, codes, starts, new.slots)
 
 
 def encoded(codec: Coding, x: Tensor, side: int) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from kv_models import prompt, tiny
+from kv_runs import finish
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -72,8 +73,7 @@ def test_a_broken_score_ends_only_its_own_sequence(at: int) -> None:
     alone = generate_tokens(running, asked(1).input_ids, good, max_new_tokens=6)
     rows = DecodeBatch(running)
     (wrong, right), (other,) = rows.admit(asked(1), [broken, good]), rows.admit(asked(1), [good])
-    while rows.in_flight:
-        rows.step()
+    finish(rows)
     assert isinstance(wrong.error, FloatingPointError)
     assert "divided gave tokens of layer 0" in str(wrong.error)
     for row in (right, other):
@@ -106,8 +106,7 @@ def test_flags_of_a_gpu_end_their_own_sequence(at_once: bool, monkeypatch: pytes
     alone = generate_tokens(running, asked(1).input_ids, good, max_new_tokens=6)
     flight = DecodeBatch(running)
     wrong, right = flight.admit(asked(1), [policy(at=LENGTH + 1), good])
-    while flight.in_flight:
-        flight.step()
+    finish(flight)
     assert isinstance(wrong.error, ScoreError)
     assert "divided gave tokens of layer 0" in str(wrong.error)
     assert right.error is None

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from kv_models import prompt, tiny
+from kv_runs import assert_alone, finish, kept_now
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from kvbench import KVCache, make_policy
+from kvbench import make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.sequence import Request
@@ -32,11 +33,6 @@ def model(attention: str = "kvbench", family: str = "llama") -> PreTrainedModel:
 
 def asked(policy: Policy, **given: Any) -> Generation:
     return generate_tokens(model(), IDS, policy, **{"max_new_tokens": NEW, "context_tokens": CONTEXT, **given})
-
-
-def held(found: KVCache) -> list[list[list[int]]]:
-    """Positions held by every layer and KV head, ascending."""
-    return [[sorted(p for p in head if p >= 0) for head in layer.positions[0].tolist()] for layer in found.layers]
 
 
 # --- the four methods by hand, on transformers' own attention and cache ----------------------------------------------
@@ -95,7 +91,7 @@ def test_sets_and_answers_are_those_of_a_cache_cut_by_hand_before_the_question_w
     policy = make_policy(slug, BUDGET, decode="grow", **fields)
     done = generate_tokens(model(family=family), IDS, policy, max_new_tokens=NEW, context_tokens=CONTEXT)
     later = list(range(CONTEXT, CONTEXT + QUESTION + NEW - 1))  # the last token is never stored
-    assert held(done.cache) == [[head + later for head in layer] for layer in kept]
+    assert kept_now(done.cache)[0] == [[(*head, *later) for head in layer] for layer in kept]
     assert done.tokens == [answer]
 
 
@@ -137,19 +133,9 @@ def test_questions_on_one_context_are_equal_alone() -> None:
     running.step()
     requests = [Request(ids, new, context_tokens=CONTEXT) for ids, new in ((IDS, NEW), (other, 1), (other, NEW + 2))]
     found = running.admit_questions(requests, policies)
-    while running.in_flight:
-        running.step()
-    assert all(row.error is None for row in before)
-    for row in chain(*found):
-        ids, name = row.request.input_ids, f"{row.policy.name}, {row.request.max_new_tokens} new"
-        alone = generate_tokens(
-            model(), ids, row.policy, max_new_tokens=row.request.max_new_tokens, context_tokens=CONTEXT
-        )
-        assert row.error is None, f"{name}: {row.error!r}"
-        assert row.tokens == alone.tokens[0], name
-        assert held(row.cache) == held(alone.cache), name
-        for field in ("seen", "nbytes", "peak_nbytes", "spare_nbytes"):
-            assert getattr(row.cache, field) == getattr(alone.cache, field), f"{name}: {field}"
+    finish(running)
+    for row in chain(before, *found):
+        assert_alone(model(), row)
 
 
 def test_a_policy_that_cannot_compress_a_context_ends_its_own_row() -> None:

@@ -55,26 +55,6 @@ def test_compress_is_part_of_run_ids_and_shown_in_tables(
         assert {row["compress"]: row["policy"] for row in csv.DictReader(table)} == dict.fromkeys(runs, "snapkv")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("compress=both",), "compress must be prompt or context, got 'both'"),
-        (("compress=context", "policy=d2o_released"), "d2o_released evicts only after a token behind the prompt"),
-        (
-            ("compress=context", "task.frame='{question} {context}'"),
-            "has no separate question",
-        ),
-    ],
-)
-def test_wrong_compress_values_are_one_message(
-    here: Callable[..., int], arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert here("policy=snapkv", *arguments) == 1
-    told = capsys.readouterr().err
-    assert said in told
-    assert "Traceback" not in told
-
-
 def test_policies_receive_the_position_of_the_question(tiny_model: Path, tmp_path: Path) -> None:
     asking = ("finch", ""), ("finch_chunks", "block=64"), ("snapkv", "")
     cells = [small_cell(tmp_path, tiny_model, slug, 200, *filter(None, [field])) for slug, field in asking]

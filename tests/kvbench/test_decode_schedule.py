@@ -9,11 +9,10 @@ import pytest
 import torch
 from kv_crafted import Crafted, drawn
 from kv_models import prompt, tiny
-from kv_runs import Run, kept_now, run_greedy
+from kv_runs import Run, assert_rows_alone, ended, kept_now, run_greedy
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
 from kvbench.models.cache_shapes import CacheShape
@@ -98,21 +97,8 @@ def test_every_query_counts_in_running_sums_also_where_nothing_is_evicted() -> N
 
 
 def test_sequences_with_different_turns_are_equal_alone() -> None:
-    model = prepare(tiny("gemma2"))
-    rows = DecodeBatch(model)
     policies = [policy(slug, budget) for slug in ("h2o", "ada_snapkv", "cam", "d2o") for budget in (24, 40)]
-    found = rows.admit(Request(torch.tensor([prompt(56)]), max_new_tokens=NEW), policies)
-    rows.step()
-    found += rows.admit(Request(torch.tensor([prompt(33, seed=1)]), max_new_tokens=NEW), policies)
-    while rows.in_flight:
-        rows.step()
-    for row in found:
-        assert row.error is None
-        assert row.cache is not None
-        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=NEW)
-        assert row.tokens == alone.tokens[0]
-        assert kept_now(row.cache) == kept_now(alone.cache)
-        assert (row.cache.nbytes, row.cache.peak_nbytes) == (alone.cache.nbytes, alone.cache.peak_nbytes)
+    assert_rows_alone(prepare(tiny("gemma2")), policies, (56, 33), NEW)
 
 
 def test_slots_for_the_k_tokens_are_counted_and_foretold() -> None:
@@ -127,17 +113,8 @@ def test_slots_for_the_k_tokens_are_counted_and_foretold() -> None:
 def test_all_tokens_of_a_protected_prompt_stay(every: int) -> None:
     model = prepare(tiny())
     policies = [policy(slug, every=every, protect="prompt") for slug in ("knorm", "random", "h2o_norecent")]
-    rows = DecodeBatch(model)
-    found = [
-        row
-        for seed, length in enumerate((30, 36))
-        for row in rows.admit(Request(torch.tensor([prompt(length, seed)]), max_new_tokens=NEW), policies)
-    ]
-    while rows.in_flight:
-        rows.step()
-    for row in found:
-        assert row.error is None
-        assert row.cache is not None
+    requests = [Request(torch.tensor([prompt(length)]), max_new_tokens=NEW) for length in (30, 36)]
+    for row in ended(model, requests, policies):
         length = row.request.input_ids.shape[1]
         for head in chain(*kept_now(row.cache)[0]):
             assert head[:length] == tuple(range(length))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
 from kv_hybrids import HYBRIDS, tiny_hybrid
 from kv_models import prompt, tiny
+from kv_runs import finish, kept_now
 from live_bytes import Live
 from parameters import few_fast
 from torch import Tensor
@@ -43,7 +44,7 @@ def asked(length: int, seed: int, new: int) -> Request:
     return Request(torch.tensor([prompt(length, seed)]), new)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences decode in a `DeviceBatch`, and no number is read back from the device."""
     monkeypatch.setattr(engine, "use_triton", lambda x: True)
@@ -65,117 +66,85 @@ def decoded(
             flight.step()
             if shares is not None:
                 shares.append(sum(len(batch.sequences) for batch in flight.devices) / flight.in_flight)
-    while flight.in_flight:
-        flight.step()
+    finish(flight)
     return [(row.error, row.tokens, *held(row.cache)) for row in rows]
 
 
-def held(cache: KVCache | None) -> tuple[Any, ...]:
-    assert cache is not None
+def held(cache: KVCache) -> tuple[Any, ...]:
     cache.audit()
-    positions = [layer.positions.sort(-1).values.tolist() for layer in cache.attention_layers]
     counts = [state.count for layer in cache.attention_layers for state in layer.states]
-    return positions, counts, cache.nbytes, cache.peak_nbytes, cache.spare_nbytes
+    return kept_now(cache), counts, cache.nbytes, cache.peak_nbytes, cache.spare_nbytes
+
+
+def equal_one_by_one(model: Any, some: Sequence[Policy]) -> list[float]:
+    """The shares of the sequences on the device in every step; what they end as is what they end as one by one."""
+    shares = list[float]()
+    together = decoded(model, some, shares)
+    with patch.object(engine, "use_triton", lambda x: False):
+        assert together == decoded(model, some)
+    return shares
 
 
 @pytest.mark.parametrize(
     ("slugs", "family"),
     [(SEVERAL, "gemma2"), (("sirllm", "cam", "random"), "llama"), (("tova", "kivi", "caote_tova"), "llama")],
 )
-def test_one_launch_equals_decoding_group_by_group(
-    slugs: Sequence[str], family: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, some, joined = model_of(family), policies(slugs), list[float]()
+def test_one_launch_equals_decoding_group_by_group(slugs: Sequence[str], family: str) -> None:
+    some = policies(slugs)
     if "random" in slugs:  # beside others that evict layer by layer
         some += [make_policy("kvec", budget, window=6, decode="evict") for budget in BUDGETS]
-    together = decoded(model, some, joined)
-    assert max(joined) > 0.3
-    monkeypatch.setattr(engine, "use_triton", lambda x: False)
-    assert together == decoded(model, some)
+    assert max(equal_one_by_one(model_of(family), some)) > 0.3
 
 
-def test_a_float64_model_decodes_without_kernels(as_on_a_gpu: None) -> None:
+GROUPS: dict[str, dict[str, Any]] = {
+    "kivi": {"group": 8, "residual": 16},
+    "kivi, 4 bits": {"group": 4, "residual": 8, "bits": 4},
+    "kcvc": {"group": 4, "residual": 8},
+    "kcvc, without a residual": {"group": 8, "residual": 0, "bits": 8},
+    "ott": {"group": 8, "residual": 4, "outliers": 2, "auxiliary": 4, "skip_layers": [0]},
+}
+CODES: dict[str, list[Policy]] = {
+    **{slug: [make_policy(slug)] for slug in ("fp8", "fp8_per_token_head", "int4", "turboquant")},
+    **{name: [make_policy(name.split(",")[0], **fields)] for name, fields in GROUPS.items()},
+    "nvfp4": [make_policy("nvfp4", group=8)],
+    "snapkv_fp8": [make_policy("snapkv_fp8", 40, window=6, decode="grow")],
+    "cake_kivi": [make_policy("cake_kivi", 40, group=8, residual=8, decode="grow")],
+    "several formats": [
+        *(make_policy(slug) for slug in ("full", "fp8", "int4")),
+        *policies(("h2o",)),
+        make_policy("kivi", **GROUPS["kivi"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_sequences_in_codes_decode_on_the_device_as_they_do_one_by_one(name: str) -> None:
+    assert min(equal_one_by_one(model_of(), CODES[name])) == 1, "every sequence is on the device in every step"
+
+
+@pytest.mark.parametrize("slugs", [("h2o", "tova", "caote_snapkv"), ("streamingllm", "knorm", "snapkv", "full")])
+def test_sequences_below_their_budget_decode_in_the_same_launches(
+    slugs: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 90, 71 and 80 tokens, budgets of 40, 96 and 120: some sequences reach their budget on the way."""
+    monkeypatch.setattr("kvbench.policies.stores.slot_store.GROWTH", 8)
+    assert min(equal_one_by_one(model_of(), policies(slugs, (40, 96, 120)))) == 1, "all are on the device in every step"
+
+
+@pytest.mark.parametrize(
+    "family", few_fast(HYBRIDS, ("nemotron_h", "zaya"), pytest.mark.slow("runs every hybrid family"))
+)
+def test_recurrent_states_stay_with_their_sequences(family: str) -> None:
+    assert max(equal_one_by_one(prepare(tiny_hybrid(family)), policies(("full", "h2o")))) == 1
+
+
+def test_a_float64_model_decodes_without_kernels() -> None:
     model = prepare(tiny(dtype=torch.float64))
     flight = DecodeBatch(model)
     (sequence,) = flight.admit(asked(90, 1, 4), [make_policy("h2o", 40)])
     flight.step()
     assert not flight.devices
     assert sequence.error is None
-
-
-CODES = ("fp8", "fp8_per_token_head", "int4", "nvfp4", "turboquant", "snapkv_fp8")
-
-
-@pytest.mark.parametrize("slug", CODES)
-def test_codes_of_tokens_decode_on_the_device_as_they_do_one_by_one(
-    slug: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fields: dict[str, Any] = {"window": 6, "decode": "grow"} if "snapkv" in slug else {}
-    fields |= {"group": 8} if slug == "nvfp4" else {}
-    model, policy, joined = model_of(), make_policy(slug, 40 if "snapkv" in slug else None, **fields), list[float]()
-    together = decoded(model, [policy], joined)
-    assert min(joined) == 1, "every sequence is on the device in every step"
-    monkeypatch.setattr(engine, "use_triton", lambda x: False)
-    assert together == decoded(model, [policy])
-
-
-GROUPS: dict[str, tuple[str, dict[str, Any]]] = {
-    "kivi": ("kivi", {"group": 8, "residual": 16}),
-    "kivi, 4 bits": ("kivi", {"group": 4, "residual": 8, "bits": 4}),
-    "kcvc": ("kcvc", {"group": 4, "residual": 8}),
-    "kcvc without a residual": ("kcvc", {"group": 8, "residual": 0, "bits": 8}),
-    "ott": ("ott", {"group": 8, "residual": 4, "outliers": 2, "auxiliary": 4, "skip_layers": [0]}),
-    "cake_kivi": ("cake_kivi", {"group": 8, "residual": 8, "decode": "grow"}),
-}
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_codes_of_groups_decode_on_the_device_as_they_do_one_by_one(
-    name: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slug, fields = GROUPS[name]
-    model, policy, joined = model_of(), make_policy(slug, 40 if "cake" in slug else None, **fields), list[float]()
-    together = decoded(model, [policy], joined)
-    assert min(joined) == 1, "every sequence is on the device in every step"
-    monkeypatch.setattr(engine, "use_triton", lambda x: False)
-    assert together == decoded(model, [policy])
-
-
-def test_stores_of_several_formats_are_all_on_the_device(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, joined = model_of(), list[float]()
-    some = [make_policy(slug) for slug in ("full", "fp8", "int4")] + policies(("h2o",))
-    some.append(make_policy(GROUPS["kivi"][0], **GROUPS["kivi"][1]))
-    together = decoded(model, some, joined)
-    assert min(joined) == 1, "every sequence is on the device in every step"
-    monkeypatch.setattr(engine, "use_triton", lambda x: False)
-    assert together == decoded(model, some)
-
-
-@pytest.mark.parametrize("slugs", [("h2o", "tova", "caote_snapkv"), ("streamingllm", "knorm", "snapkv", "full")])
-def test_sequences_below_their_budget_decode_in_the_same_launches(
-    slugs: Sequence[str], as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts of 90, 71 and 80 tokens, budgets of 40, 96 and 120: some sequences reach their budget on the way."""
-    model, some, joined = model_of(), policies(slugs, (40, 96, 120)), list[float]()
-    monkeypatch.setattr("kvbench.policies.stores.slot_store.GROWTH", 8)
-    together = decoded(model, some, joined)
-    assert min(joined) == 1, "all sequences are on the device in every step"
-    monkeypatch.setattr(engine, "use_triton", lambda x: False)
-    assert together == decoded(model, some)
-
-
-@pytest.mark.parametrize(
-    "family", few_fast(HYBRIDS, ("nemotron_h", "zaya"), pytest.mark.slow("runs every hybrid family"))
-)
-def test_recurrent_states_stay_with_their_sequences(
-    family: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, joined = tiny_hybrid(family), list[float]()
-    model.set_attn_implementation("kvbench")
-    together = decoded(model, policies(("full", "h2o")), joined)
-    assert max(joined) == 1
-    monkeypatch.setattr(engine, "use_triton", lambda x: False)
-    assert together == decoded(model, policies(("full", "h2o")))
 
 
 def test_a_sequence_may_leave_the_device_between_any_two_tokens() -> None:
@@ -199,36 +168,31 @@ def test_a_sequence_may_leave_the_device_between_any_two_tokens() -> None:
     assert found[0] == found[1]
 
 
-def test_the_attention_sums_of_h2o_are_those_of_the_plain_path(
-    as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_attention_sums_of_h2o_are_those_of_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
     model, found = model_of(), []
     for device in (True, False):
         monkeypatch.setattr(engine, "use_triton", lambda x, device=device: device)
         flight = DecodeBatch(model)
         rows = [row for seed in (1, 2) for row in flight.admit(asked(90, seed, 16), policies(("h2o",)))]
-        while flight.in_flight:
-            flight.step()
+        finish(flight)
         found.append([sums(row.cache) for row in rows])
     torch.testing.assert_close(*found)
 
 
-def sums(cache: KVCache | None) -> list[Tensor]:
+def sums(cache: KVCache) -> list[Tensor]:
     """The attention that each token of every layer received, in the order of their positions, [1,H,T,1]."""
-    assert cache is not None
     stores = [layer.states[0].store for layer in cache.attention_layers]
     places = [store.positions.argsort(-1)[..., None] for store in stores]
     return [store.state["attention_sum"].gather(2, order) for store, order in zip(stores, places, strict=True)]
 
 
 def addresses(row: LiveSequence) -> list[int]:
-    assert row.cache is not None
     return [x.data_ptr() for layer in row.cache.sequence.layers for x in layer.store.memory.values()]
 
 
 @pytest.mark.parametrize("device", [True, False])
 def test_a_failed_step_ends_its_sequences_and_leaves_nothing_behind(
-    device: bool, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+    device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "use_triton", lambda x: device)
     model, some = model_of(layers=4), policies(("h2o", "tova"))
@@ -236,8 +200,7 @@ def test_a_failed_step_ends_its_sequences_and_leaves_nothing_behind(
     rows = flight.admit(asked(60, 1, 9), some)
     flight.step()
     error = RuntimeError("no memory is left")
-    with monkeypatch.context() as patch:
-        patch.setattr(model.model.layers[2], "forward", Mock(side_effect=error))
+    with patch.object(model.model.layers[2], "forward", side_effect=error):
         assert flight.step() == rows
     assert [row.error for row in rows] == [error] * 4
     assert (flight.in_flight, flight.nbytes) == (0, 0)
@@ -245,7 +208,7 @@ def test_a_failed_step_ends_its_sequences_and_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("slug", ["h2o", "ada_snapkv", "full"])
-def test_layers_can_be_read_between_two_steps(slug: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_can_be_read_between_two_steps(slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, found = model_of(), []
     for device in (True, False):
         monkeypatch.setattr(engine, "use_triton", lambda x, device=device: device)
@@ -253,14 +216,13 @@ def test_layers_can_be_read_between_two_steps(slug: str, as_on_a_gpu: None, monk
         (row, *_) = flight.admit(asked(60, 1, 9), policies((slug,), (40, 80)))
         while flight.in_flight:
             read.append(flight.nbytes)
-            assert row.cache is not None
-            read.append([layer.positions.sort(-1).values.tolist() for layer in row.cache.attention_layers])
+            read.append(kept_now(row.cache))
             flight.step()
         found.append(read)
     assert found[0] == found[1]
 
 
-def test_a_sequence_keeps_its_addresses_while_others_come_and_go(as_on_a_gpu: None) -> None:
+def test_a_sequence_keeps_its_addresses_while_others_come_and_go() -> None:
     model, some = model_of(), policies(("h2o", "full"))
     flight = DecodeBatch(model)
     (first, *_), (other, *_) = (flight.admit(asked(60, seed, new), some) for seed, new in ((1, 30), (2, 4)))
@@ -288,7 +250,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_one_launch_of_attention_serves_all_budgets_and_operations_do_not_grow_with_sequences(
-    as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two policies, three budgets, of which a prompt of 60 tokens is below one; 6 and 12 sequences."""
     launches = list[int]()
@@ -314,7 +276,7 @@ def test_one_launch_of_attention_serves_all_budgets_and_operations_do_not_grow_w
     assert found[0] == found[1]
 
 
-def test_the_arenas_are_hardly_larger_than_their_sequences_and_freed_with_the_last(as_on_a_gpu: None) -> None:
+def test_the_arenas_are_hardly_larger_than_their_sequences_and_freed_with_the_last() -> None:
     """Bytes alive while sequences are admitted, grow and finish: at most 1.6 of the most that they hold themselves."""
     model, some = model_of(query_heads=1, kv_heads=1, layers=4), policies(("h2o", "full"), (120,))
     with Live() as live:
@@ -325,8 +287,7 @@ def test_the_arenas_are_hardly_larger_than_their_sequences_and_freed_with_the_la
             rows += flight.admit(asked(200, seed, 6 + 2 * seed), some)
             flight.step()
             alive.append(live.now - before)
-            own.append(flight.nbytes + sum(row.cache.nbytes for row in rows if row.done and row.cache is not None))
-        while flight.in_flight:
-            flight.step()
+            own.append(flight.nbytes + sum(row.cache.nbytes for row in rows if row.done))
+        finish(flight)
         assert max(alive) < 1.6 * max(own)
-        assert live.now - before <= 1.02 * sum(row.cache.nbytes for row in rows if row.cache is not None)
+        assert live.now - before <= 1.02 * sum(row.cache.nbytes for row in rows)

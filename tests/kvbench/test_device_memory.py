@@ -6,23 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import prompt
+from kv_models import prompt, small
 from kv_runs import bytes_held
-from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
 
 
 @cache
 def phi3() -> PreTrainedModel:
     """Queries, keys and values out of one projection: values are a view of all three."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-    config = Phi3Config(vocab_size=512, num_hidden_layers=2, **sizes, **ids)
-    model = Phi3ForCausalLM(config).eval()
-    model.set_attn_implementation("kvbench")
-    return model
+    return prepare(small("phi3", torch.float32))
 
 
 @torch.inference_mode()
@@ -41,18 +36,9 @@ def test_a_fused_projection_is_not_kept_alive_behind_the_values(slug: str, field
 
 def large(dtype: torch.dtype) -> PreTrainedModel:
     """Wide enough that a cache of some thousand tokens is megabytes."""
-    config = Phi3Config(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        pad_token_id=0,
-    )
-    model = Phi3ForCausalLM(config).to("cuda", dtype).eval()
-    model.set_attn_implementation("kvbench")
-    return model
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096}
+    return prepare(small("phi3", dtype, **sizes, **heads).to("cuda"))
 
 
 @pytest.mark.gpu

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
+from kv_models import tiny
 from matplotlib.figure import Figure
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvbench import make_policy
 from kvbench.cache.hook import prepare
@@ -16,12 +17,7 @@ from kvbench.tools.diagnostics.probe import Probe
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=301, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8,
-    )  # fmt: skip
-    return prepare(LlamaForCausalLM(config).eval())
+    return prepare(tiny(layers=3, dtype=torch.float32))
 
 
 def probe(model: PreTrainedModel, slug: str, budget: int, **fields: object) -> Probe:

@@ -10,7 +10,6 @@ from kvbench import make_policy
 from kvbench.cache.hook import prepare
 from kvbench.policies.observation import AttentionParams, Observation
 from kvbench.policies.stores.ott import Ott
-from kvbench.tools.diagnose import main
 from kvbench.tools.diagnostics import exact_tokens
 from kvbench.tools.diagnostics.probe import Probe
 
@@ -69,17 +68,3 @@ def test_the_smallest_keys_are_worth_keeping_where_they_stretch_the_range_of_the
     assert error("smallest", 3) < 0.5 * none
     assert error("largest", 3) > 0.8 * none
     assert error("smallest", 3) < 0.5 * error("random", 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "policy", "sentence"),
-    [
-        ("exact_tokens", "snapkv_ott", "snapkv_ott drops tokens, but exact_tokens compares stores with all tokens"),
-        ("exact_tokens", "kivi", "kivi has no exact tokens: use an ott policy"),
-    ],
-)
-def test_policies_without_an_answer_are_refused_in_one_sentence(
-    name: str, policy: str, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([name, f"policy={policy}", "budget=64", "task.lengths=[512]"]) == 2
-    assert sentence in capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 from kv_hybrids import HYBRIDS, tiny_hybrid
 from kv_models import CodePoints, left_padded, prompt
 from kv_oracle import Rules
-from kv_runs import kept_now, policy_for
+from kv_runs import assert_rows_alone, kept_now, policy_for
 from kv_simulate import simulate
 from parameters import few_fast
 from torch import Tensor
@@ -23,7 +23,7 @@ from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.prefill import prefill
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import Request
 from kvbench.engine.teacher_forcing import continuation_scores, text_scores
 from kvbench.policies.policy import Policy
 
@@ -124,32 +124,10 @@ def test_padding_after_tokens_is_refused_which_states_would_take_in() -> None:
         )
 
 
-def assert_alone(family: str, row: LiveSequence) -> None:
-    one = alone(family, row.request.input_ids[0].tolist(), row.policy, context_tokens=row.request.context_tokens)
-    assert row.error is None
-    assert row.cache is not None
-    assert row.tokens == one.tokens[0], row.policy.name
-    assert kept_now(row.cache) == kept_now(one.cache), row.policy.name
-    assert (row.cache.nbytes, row.cache.peak_nbytes) == (one.cache.nbytes, one.cache.peak_nbytes), row.policy.name
-    assert_same_states(row.cache, one.cache)
-
-
-def finished(flight: DecodeBatch) -> None:
-    while flight.in_flight:
-        flight.step()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sequences_of_one_batch_are_equal_alone(family: str) -> None:
     """All policies share a reading of their prompt, and examples enter while others decode."""
-    policies = [*POLICIES, make_policy("snapkv", BUDGET + 4, window=6)]
-    flight, found = DecodeBatch(model(family)), []
-    for length in (37, 24):
-        found += flight.admit(Request(torch.tensor([prompt(length, seed=length)]), NEW), policies)
-        flight.step()
-    finished(flight)
-    for row in found:
-        assert_alone(family, row)
+    assert_rows_alone(model(family), [*POLICIES, make_policy("snapkv", BUDGET + 4, window=6)], (37, 24), NEW)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

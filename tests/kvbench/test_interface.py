@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from kv_models import MIXTURES, prompt, tiny_mixture
+from kv_runs import assert_full_is_eager
 from transformers import (
     BltConfig,
     DeepseekV32Config,
@@ -20,8 +21,7 @@ from transformers import (
     RwkvConfig,
 )
 
-from kvbench import KVCache, make_policy
-from kvbench.cache.hook import prepare
+from kvbench import make_policy
 from kvbench.engine.generate import generate_tokens
 from kvbench.models.trial import try_out
 
@@ -72,15 +72,7 @@ def test_unsupported_models_are_refused_before_loading_weights(
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_mixtures_of_experts_are_exact(family: str) -> None:
-    """A prompt longer than the windows, then token by token; eager attention has its softmax in float32."""
-    model: Any = tiny_mixture(family)
-    ids = torch.tensor([prompt(44)])
-    with torch.no_grad():
-        model.set_attn_implementation("eager")
-        expected = model(ids, output_router_logits=True, use_cache=False).logits
-        cache = KVCache(prepare(model).config, make_policy("full"), prompt_length=40)
-        calls = [ids[:, :40], *ids[:, 40:].split(1, dim=1)]
-        got = [model(call, past_key_values=cache, output_router_logits=True).logits for call in calls]
-    torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=1e-4, rtol=1e-4)
-    done = generate_tokens(model, ids, make_policy("snapkv", 16, window=4), max_new_tokens=3)
+    model = tiny_mixture(family)
+    assert_full_is_eager(model, output_router_logits=True)
+    done = generate_tokens(model, torch.tensor([prompt(44)]), make_policy("snapkv", 16, window=4), max_new_tokens=3)
     assert int(done.cache.kept_tokens().max()) == 16 + 2

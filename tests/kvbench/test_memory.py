@@ -129,21 +129,3 @@ def test_the_command_prints_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "330825728" in out  # 32 layers and heads of 4096 * 512 / 6.491 bytes
     assert str(64 * 330825728) in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ("model=llama9 policy=kivi", "model=llama9 does not exist: did you mean llama_7b"),
-        ("policy=kivi length=0", "length=0 must be a whole number from 1 to 1000000000"),
-        ("kivi", "kivi cannot be read: write key=value, such as model="),
-        ("policy=cake budget=64", "so its bytes cannot be predicted: run it"),
-    ],
-)
-def test_wrong_arguments_are_answered_in_one_sentence(
-    arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments.split()) == 2
-    err = capsys.readouterr().err
-    assert sentence in err
-    assert err.count("\n") == 1

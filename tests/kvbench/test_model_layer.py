@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kv_models import VOCABULARY, prompt
+from kv_models import prompt, small
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvbench import KVCache
+from kvbench.cache.hook import prepare
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
@@ -61,23 +62,10 @@ class Reads(Scorer):
         return -observation.keys.norm(dim=-1)
 
 
-def small(family: str, more: dict[str, Any]) -> PreTrainedModel:
-    sizes: dict[str, Any] = {
-        **dict.fromkeys(("hidden_size", "intermediate_size"), 64),
-        **dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), 2),
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "sliding_window")),
-        "vocab_size": VOCABULARY,
-        "num_attention_heads": 4,
-        "head_dim": 16,
-        "initializer_range": 0.3,
-        **more,
-    }
-    if "sliding_attention" in sizes.get("layer_types", ()):
-        sizes["sliding_window"] = 24
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**sizes)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="kvbench").float().eval()
-    return model
+def of_64(family: str, more: dict[str, Any]) -> PreTrainedModel:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "pad_token_id": None}
+    window = 24 if "sliding_attention" in more.get("layer_types", ()) else None
+    return prepare(small(family, torch.float32, **(sizes | {"sliding_window": window} | more)))
 
 
 @torch.inference_mode()
@@ -93,7 +81,7 @@ def test_queries_and_keys_are_those_the_model_had_before_it_rotated_them(
     """Told by the function that rotates in the model's code; a layer that does not call it has nothing to undo."""
     if "qwen3.5" in case and transformers.__version__ < "5.23":
         pytest.skip("transformers before 5.23 rotates Qwen3.5 by three positions a token, which kvbench refuses")
-    model, scorer = small(*FAMILIES[case]), Reads()
+    model, scorer = of_64(*FAMILIES[case]), Reads()
     code = sys.modules[type(model).__module__]
     rotate, before = code.apply_rotary_pos_emb, []
 
@@ -115,7 +103,7 @@ def test_queries_and_keys_are_those_the_model_had_before_it_rotated_them(
 
 
 def test_the_projection_of_the_heads_adds_up_to_the_model_s_own() -> None:
-    model, scorer = small("qwen3", {}), Reads()
+    model, scorer = of_64("qwen3", {}), Reads()
     read(model, scorer)
     heads = torch.randn(4, 16)
     expected = model.model.layers[1].self_attn.o_proj(heads.flatten())
@@ -123,6 +111,6 @@ def test_the_projection_of_the_heads_adds_up_to_the_model_s_own() -> None:
 
 
 def test_a_model_without_rotary_embedding_is_refused_in_a_sentence() -> None:
-    model = small("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4})
+    model = of_64("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4})
     with pytest.raises(ValueError, match=r"^GPT2Attention has no rotary embedding that kvbench knows, and the policy"):
         read(model, Reads())

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from kv_models import CodePoints, prompt, tiny
+from kv_runs import assert_alone, finish
 from small_cells import small_cell
 from transformers import PreTrainedModel
 
@@ -26,10 +27,6 @@ def model() -> PreTrainedModel:
     return prepare(tiny())
 
 
-def kept(cache: KVCache) -> list[list[list[int]]]:
-    return [[sorted(p for p in head if p >= 0) for head in x.positions[0].tolist()] for x in cache.layers]
-
-
 def test_budgets_share_one_pre_pass_and_keep_equal_tokens_alone(model: PreTrainedModel) -> None:
     called: list[torch.Tensor | None] = []
     policies = [make_policy(slug, b, chunk=40) for slug in ("kvzip", "kvzip_layerwise") for b in (16, 24)]
@@ -40,16 +37,11 @@ def test_budgets_share_one_pre_pass_and_keep_equal_tokens_alone(model: PreTraine
     )
     rows = flight.admit(Request(IDS, NEW, encoder=WORDS), policies)
     hook.remove()
-    while flight.in_flight:
-        flight.step()
+    finish(flight)
     read = [ids for ids in called if ids is not None]  # sirllm asks the head for logits of hidden states
     assert len(read) == 1 + 2 + 2  # the prompt; two passes of 40 tokens for four variants; two of 30 for another
-    for row, policy in zip(rows, policies, strict=True):
-        alone = generate_tokens(model, IDS, policy, max_new_tokens=NEW, encoder=WORDS)
-        assert row.error is None
-        assert row.cache is not None
-        assert (row.tokens, kept(row.cache)) == (alone.tokens[0], kept(alone.cache))
-        assert row.cache.sequence.passed == alone.cache.sequence.passed
+    for row in rows:
+        assert_alone(model, row)
 
 
 def test_the_tokens_of_pre_passes_are_a_column(tiny_model: Path, tmp_path: Path) -> None:

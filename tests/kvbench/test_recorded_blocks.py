@@ -9,6 +9,7 @@ import torch
 from kv_models import prompt as words
 from kv_models import tiny
 from kv_presets import kinds
+from kv_runs import finish
 from op_tape import Tape, record
 
 from kvbench import make_policy
@@ -58,8 +59,7 @@ def run(policies: list[Policy], recorded: bool) -> list[LiveSequence]:
     batch = DecodeBatch(model)
     batch._blocks = BlockRecorder(model) if recorded else None
     sequences = batch.admit(Request(torch.tensor([words(LENGTH)], device=DEVICE), 4), policies)
-    while batch.in_flight:
-        batch.step()
+    finish(batch)
     for sequence in sequences:
         if sequence.error is not None:
             raise sequence.error
@@ -67,7 +67,6 @@ def run(policies: list[Policy], recorded: bool) -> list[LiveSequence]:
 
 
 def contents(sequence: LiveSequence) -> list[Any]:
-    assert sequence.cache is not None
     layers = sequence.cache.sequence.layers
     counts = [(layer.count, layer.footprint, layer.nbytes) for layer in layers]
     return [sequence.tokens, sequence.cache.peak_nbytes, counts, [layer.positions.tolist() for layer in layers]]

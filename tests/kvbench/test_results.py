@@ -130,29 +130,6 @@ def test_rows_by_length_are_about_the_examples_of_that_length_alone(
 
 
 # --- what cannot be read ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["nowhere", "-o", "t.csv"], "nowhere is not a folder"),
-        ([".", "-o", "t.xlsx"], "must end in one of .csv, .parquet, .txt, .md, .tex"),
-        (["runs", "-o", "t.md", "--columns", "scor"], "--columns scor is not a column (allowed: run_id, model"),
-        (["runs", "-o", "t.csv", "--pivot", "task"], "--pivot task is for .txt, .md, .tex"),
-    ],
-)
-def test_a_folder_without_runs_is_one_message(
-    arguments: list[str],
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir()
-    write_run(Path("runs"), "full", [sample(0, 1.0)], None)
-    assert main(["collect", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert said.count("\n") == 1
 
 
 def lost(folder: Path) -> None:
@@ -251,11 +228,13 @@ def test_the_difference_to_full_is_plain_numbers_and_rows_stand_by_budget_as_a_n
     assert halves["score_vs_full_p"].tolist() == pytest.approx([2 * 0.5**5] * 2)
 
 
-def test_columns_are_in_the_given_order(several: Path) -> None:
+def test_columns_are_in_the_given_order(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = written(several, "table.md", "--columns", "score, policy,budget")
     assert cells_of(chosen)[0] == ["score", "policy", "budget"]
     assert ["0.5", "h2o", "64"] in cells_of(chosen)
     assert written(several, "few.csv", "--columns", "policy,score").splitlines()[1] == "full,1.0"
+    assert main(["collect", str(several), "-o", "t.md", "--columns", "scor"]) == 2
+    assert "--columns scor is not a column (allowed: run_id, model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".md", ".txt", ".tex"])

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kv_models import generated, left_padded, prompt
+from kv_models import generated, left_padded, prompt, small
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import kvbench
 from kvbench import KVCache, make_policy
@@ -24,29 +24,12 @@ KINDS = ["longrope", "dynamic"]
 @cache
 def model(kind: str) -> PreTrainedModel:
     """A random model trained, as it were, on 32 tokens."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 512,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
-    }
     rope: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": kind}
-    if kind == "longrope":
-        rope |= {
-            "short_factor": [1.0] * 4,
-            "long_factor": [3.0, 5.0, 7.0, 9.0],
-            "original_max_position_embeddings": SHORT,
-        }
-        config = Phi3Config(**sizes, max_position_embeddings=256, rope_parameters=rope)
-        config.original_max_position_embeddings = SHORT
-        return Phi3ForCausalLM(config).double().eval()
-    rope |= {"factor": 4.0}
-    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=SHORT, rope_parameters=rope)).double().eval()
+    if kind == "dynamic":
+        return small("llama", max_position_embeddings=SHORT, rope_parameters=rope | {"factor": 4.0}, pad_token_id=None)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]}
+    own = {"original_max_position_embeddings": SHORT}
+    return small("phi3", max_position_embeddings=256, rope_parameters=rope | factors | own, pad_token_id=None, **own)
 
 
 def fresh(kind: str) -> PreTrainedModel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from kv_models import FAMILIES, CodePoints, prompt, tiny
 from kv_presets import INCOMPLETE, evicting, kinds, protecting
-from transformers import PreTrainedModel
+from kv_runs import assert_alone, ended
 
 from kvbench import make_policy, preset_names
 from kvbench.cache import eviction as evict_module
@@ -19,19 +18,13 @@ from kvbench.cache.cache import BudgetError
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import Request
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers import pooling
 
 BUDGETS = (40, 56)
 NEW = 12
 EVERY = [s for s in preset_names() if not s.startswith(INCOMPLETE) and s not in ("d2o_released", *protecting())]
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    """With soft caps, and every second layer with a sliding window."""
-    return prepare(tiny("gemma2"))
 
 
 def variants(slugs: Sequence[str], **fields: Any) -> list[Policy]:
@@ -52,51 +45,11 @@ def asked(length: int, seed: int, **fields: Any) -> Request:
     return Request(torch.tensor([prompt(length, seed)]), **given)
 
 
-def finished(
-    model: PreTrainedModel, requests: Sequence[Request], policies: Sequence[Policy]
-) -> list[list[LiveSequence]]:
-    """Rows of every request; each enters when the rows before it are on their way."""
-    rows, found = DecodeBatch(model), []
-    for index, request in enumerate(requests):
-        if index:
-            rows.step()
-        found.append(rows.admit(request, policies))
-    while rows.in_flight:
-        rows.step()
-    return found
-
-
-def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
-    """The row is what `generate_tokens` makes of the same request."""
-    asked = row.request
-    alone = generate_tokens(
-        model,
-        asked.input_ids,
-        row.policy,
-        max_new_tokens=asked.max_new_tokens,
-        min_new_tokens=asked.min_new_tokens,
-        eos_token_ids=asked.eos_token_ids,
-        stop=asked.stop,
-        question=asked.question,
-        encoder=asked.encoder,
-    )
-    name = f"{row.policy.name}, budget {row.policy.budget}, {asked.input_ids.shape[1]} tokens"
-    assert row.error is None, f"{name}: {row.error!r}"
-    assert row.tokens == alone.tokens[0], name
-    assert row.decode_steps == alone.decode_steps, name
-    for mine, its in zip(row.cache.layers, alone.cache.layers, strict=True):
-        assert torch.equal(mine.positions.sort(-1).values, its.positions.sort(-1).values), name
-        assert mine.states[0].count == its.states[0].count, name
-    for field in ("nbytes", "peak_nbytes", "spare_nbytes"):
-        assert getattr(row.cache, field) == getattr(alone.cache, field), f"{name}: {field}"
-
-
 def test_a_preset_of_every_kind_is_equal_alone_and_in_a_batch() -> None:
     model = prepare(tiny("llama"))
     requests = [asked(60, 1, max_new_tokens=4), asked(33, 3, max_new_tokens=3)]
-    for rows in finished(model, requests, variants([*kinds(), "full", "gemfilter", "kivi", "ott"])):
-        for row in rows:
-            assert_alone(model, row)
+    for row in ended(model, requests, variants([*kinds(), "full", "gemfilter", "kivi", "ott"])):
+        assert_alone(model, row)
 
 
 @pytest.mark.slow("runs every preset")
@@ -107,7 +60,7 @@ def test_every_preset_is_equal_alone_and_beside_other_prompts(family: str) -> No
     every = [slug for slug in EVERY if not (windowed and make_policy(slug, 40).schedule.rerotate)]
     every.remove("nvfp4")  # groups of 16 channels do not divide these heads of 8
     requests = [asked(90, 1), asked(71, 2, max_new_tokens=5), asked(33, 3), asked(130, 4), asked(17, 5)]
-    for row in chain(*finished(model, requests, variants(every))):
+    for row in ended(model, requests, variants(every)):
         assert_alone(model, row)
 
 
@@ -122,9 +75,8 @@ def test_rows_end_by_themselves() -> None:
         asked(80, 5, stop=lambda tokens: len(tokens) == 3),
         asked(50, 6, max_new_tokens=1),
     ]
-    for rows in finished(model, requests, policies):
-        for row in rows:
-            assert_alone(model, row)
+    for row in ended(model, requests, policies):
+        assert_alone(model, row)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -151,10 +103,7 @@ def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
         return excess(step) if evicts else 0
 
     with mock.patch.object(evict_module, "excess_of", broken):
-        rows = DecodeBatch(model)
-        first = rows.admit(asked(64, 1), policies)
-        while rows.in_flight:
-            rows.step()
+        first = ended(model, [asked(64, 1)], policies)
     assert isinstance(first[1].error, BudgetError)
     assert "promised at most" in str(first[1].error)
     assert_alone(model, first[0])

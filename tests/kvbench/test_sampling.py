@@ -20,7 +20,6 @@ from transformers import (
 import kvbench
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.sequence import TokenSampler, filtered, sampled
-from kvbench.errors import UsageError
 from kvbench.results.metrics import metrics
 from kvbench.results.pairs import paired
 from kvbench.results.result import read_result
@@ -140,20 +139,3 @@ def test_evaluate_samples_and_its_limit_counts_prompts(tiny_model: Path, tmp_pat
     for limit in (2, 1):  # the second reads what the first has computed
         (row,) = kvbench.evaluate(tiny_model, policies="full", limit=limit, **how, **sampled)
         assert (row.n, len(row.samples)) == (limit, 2 * limit)
-
-
-@pytest.mark.parametrize(
-    ("field", "sentence"),
-    [
-        ("generation.temperature=-1", "generation.temperature must be a number of at least 0, got -1"),
-        ("generation.top_p=0", "generation.top_p must be a number above 0 and at most 1, got 0"),
-        ("generation.top_p=1.5", "generation.top_p must be a number from 0 to 1, got 1.5"),
-        ("generation.top_k=2.5", "generation.top_k must be a whole number, got 2.5"),
-        ("generation.samples=0", "generation.samples must be a whole number of at least 1, got 0"),
-        ("generation.temperature=0", "generation.samples=3 has no effect: decoding is greedy, set temperature"),
-    ],
-)
-def test_a_wrong_value_is_one_sentence(cells: Build, field: str, sentence: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        cells("full", field)
-    assert str(raised.value) == sentence

@@ -8,16 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import PADDING, SLIDING, VOCABULARY, prompt
+from kv_models import SLIDING, VOCABULARY, prompt, small
 from kv_oracle import Array, Glance, Head, Rules, SlowSequence
-from kv_runs import assert_rows_alone, policy_for, run_greedy
+from kv_runs import assert_full_is_eager, assert_rows_alone, policy_for, run_greedy
 from kv_simulate import attending, generate
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
-    Gemma4TextConfig,
-    MiMoV2FlashConfig,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -39,41 +35,15 @@ SHAPES = {  # KV heads, and numbers of a key and of a value, of every layer; MiM
 SLIDES = {"gemma4": [True, True, False] * 2, "mimo": [False, True, True, True, False]}
 
 
-def config_of(family: str) -> PreTrainedConfig:
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": len(SHAPES[family]),
-        "num_attention_heads": 4,
-        "layer_types": [WINDOW if slides else FULL for slides in SLIDES[family]],
-        "sliding_window": SLIDING,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": PADDING,
-        "tie_word_embeddings": False,
-    }
-    if family == "mimo":
-        experts = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
-        return MiMoV2FlashConfig(**sizes, **experts, num_key_value_heads=1, head_dim=12, v_head_dim=8)
-    return Gemma4TextConfig(
-        **sizes,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_global_key_value_heads=1,
-        global_head_dim=16,
-        attention_k_eq_v=True,
-        vocab_size_per_layer_input=VOCABULARY,
-        hidden_size_per_layer_input=8,
-    )
-
-
 def made(family: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    experts = {"experts_implementation": "eager"} if family == "mimo" else {}
-    model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager", **experts)
-    return model.to(torch.float64).eval()
+    types = [WINDOW if slides else FULL for slides in SLIDES[family]]
+    fields: dict[str, Any] = {"num_hidden_layers": len(types), "layer_types": types, "sliding_window": SLIDING}
+    if family == "mimo":
+        heads = {"num_key_value_heads": 1, "head_dim": 12, "v_head_dim": 8}
+        return small("mimo_v2_flash", n_routed_experts=4, **heads, **fields)
+    heads = {"num_global_key_value_heads": 1, "global_head_dim": 16, "attention_k_eq_v": True}
+    inputs = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+    return small("gemma4_text", **heads, **inputs, **fields)
 
 
 @cache
@@ -97,12 +67,8 @@ def alike(family: str, tokens: int) -> list[list[int]]:
 @pytest.mark.parametrize("family", SHAPES)
 def test_full_is_transformers_own_attention_and_text(family: str) -> None:
     model, ids = made(family), torch.tensor([prompt(60)])
-    with torch.no_grad():
-        expected = model(ids, use_cache=False).logits
-        text = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, 60:].tolist()
-        found = KVCache(prepare(model).config, make_policy("full"), prompt_length=50)
-        got = [model(call, past_key_values=found).logits for call in (ids[:, :50], *ids[:, 50:].split(1, 1))]
-    torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=1e-4, rtol=1e-4)
+    text = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, 60:].tolist()
+    assert_full_is_eager(model)
     assert generate_tokens(model, ids, make_policy("full"), max_new_tokens=NEW).tokens[0] == text
 
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from kv_models import prompt, tiny
+from kv_runs import assert_alone, ended
 
 from kvbench import make_policy
-from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.engine.generate import generate_tokens
+from kvbench.engine.sequence import Request
 from kvbench.errors import ConfigError
 from kvbench.policies.policy import Policy
 from kvbench.run.run import build_run
@@ -39,15 +40,8 @@ def test_sequences_of_a_batch_keep_their_own_parts() -> None:
     model.set_attn_implementation("kvbench")
     policies = [make_policy("h2o", 20), make_policy("h2o", 20)]
     policies[1] = replace(policies[1], schedule=replace(policies[1].schedule, protect="span"))
-    batch = DecodeBatch(model)
-    rows = batch.admit(Request(ids, 9, protected=((10, 16),)), policies)
-    while batch.in_flight:
-        batch.step()
-    for row, policy in zip(rows, policies, strict=True):
-        alone = generate_tokens(model, ids, policy, max_new_tokens=9, protected=((10, 16),))
-        assert row.cache is not None
-        for layer, other in zip(row.cache.layers, alone.cache.layers, strict=True):
-            assert torch.equal(layer.positions.sort(-1).values, other.positions.sort(-1).values)
+    for row in ended(model, [Request(ids, 9, protected=((10, 16),))], policies):
+        assert_alone(model, row)
 
 
 def test_parts_that_cannot_stay_are_refused_in_a_sentence() -> None:

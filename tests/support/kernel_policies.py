@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from kv_models import CodePoints, prompt, tiny
-from kv_runs import run_greedy
+from kv_runs import finish, run_greedy
 
 from kvbench import make_policy
 from kvbench.cache.hook import prepare
@@ -46,8 +46,7 @@ def run_rows(slugs: Sequence[str], budgets: Sequence[int], lengths: Sequence[int
     rows, flight = [], DecodeBatch(model)
     for seed, length in enumerate(lengths):
         rows += flight.admit(Request(torch.tensor([prompt(length, seed)]), 5, encoder=CodePoints()), policies)
-    while flight.in_flight:
-        flight.step()
+    finish(flight)
     for row in rows:
         if row.error is not None:
             raise row.error

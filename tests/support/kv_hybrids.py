@@ -3,20 +3,9 @@
 from typing import Any
 
 import torch
-from kv_models import PADDING, VOCABULARY
+from kv_models import SIZES
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": PADDING,
-    "tie_word_embeddings": False,
-}
 DELTA = {
     "head_dim": 8,
     "num_hidden_layers": 4,
@@ -87,7 +76,7 @@ HYBRIDS = tuple(OWN)
 def tiny_hybrid(family: str, seed: int = 0) -> PreTrainedModel:
     """A random model in evaluation mode, in float32, with wide weights, so that attention is peaked."""
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[family](**(SIZES | OWN[family]))
+    config = CONFIG_MAPPING[family](**(SIZES | {"initializer_range": 0.02} | OWN[family]))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for weight in model.parameters():

@@ -33,6 +33,37 @@ SLIDING = 24
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 
 Sizes = dict[str, Any]
+SIZES: Sizes = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": PADDING,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "moe_intermediate_size": 16,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 16,
+}
+
+
+def small(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **fields: Any) -> PreTrainedModel:
+    """A random model of any family of transformers. fields: of its configuration, beside those of SIZES and EXPERTS."""
+    kind = CONFIG_MAPPING[family]
+    known = signature(kind.__init__).parameters
+    own = {name: value for name, value in (SIZES | EXPERTS | {"head_dim": 8}).items() if name in known}
+    torch.manual_seed(seed)
+    config = kind(**(own | fields))
+    return AutoModelForCausalLM.from_config(config, experts_implementation="eager").to(dtype).eval()
 
 
 def _config(family: str, sizes: Sizes) -> PreTrainedConfig:
@@ -86,19 +117,11 @@ def tiny(
     seed: int = 0,
 ) -> PreTrainedModel:
     """A random model in evaluation mode; hidden 32, head dim 8 (with 4 query heads), vocabulary 512."""
-    sizes: Sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
+    sizes = {
+        **SIZES,
         "num_hidden_layers": layers,
         "num_attention_heads": query_heads,
         "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": PADDING,
-        "tie_word_embeddings": False,
     }
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(_config(family, sizes)).to(dtype).eval()
@@ -136,31 +159,9 @@ def tiny_mixture(family: str, seed: int = 0) -> PreTrainedModel:
 
     Mixtral passes a sliding window to its attention; in Phi-MoE and in Qwen2-MoE's first layer the mask has it.
     """
-    sizes: Sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "moe_intermediate_size": 16,
-        "num_local_experts": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_expert_intermediate_size": 16,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": PADDING,
-        "initializer_range": 0.3,
-    }
     slides: Sizes = {"sliding_window": SLIDING}
     windows: Sizes = {"mixtral": slides, "phimoe": slides, "qwen2_moe": slides | {"use_sliding_window": True}}
-    known = CONFIG_MAPPING[family]
-    fields = {name: value for name, value in sizes.items() if name in signature(known.__init__).parameters}
-    torch.manual_seed(seed)
-    config = known(**fields, **windows.get(family, {}))
-    return AutoModelForCausalLM.from_config(config, experts_implementation="eager").to(torch.float64).eval()
+    return small(family, seed=seed, **windows.get(family, {}))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.device_batch import DeviceBatch
+from kvbench.cache.hook import prepare
 from kvbench.cache.views import KVLayer
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
+from kvbench.engine.generate import generate, generate_tokens
+from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.policies.policy import Policy
 
 QUESTION = 6
@@ -162,20 +163,51 @@ def policy_for(rules: Rules) -> Policy:
     return make_policy(rules.slug, rules.budget, **schedule, **fields)
 
 
-def assert_rows_alone(model: PreTrainedModel, policies: Sequence[Policy], lengths: Sequence[int], new: int) -> None:
-    """Each prompt, continued in one batch by all policies while later ones enter, equals the prompt alone."""
-    batch, encoder = DecodeBatch(model), CodePoints()
-    requests = [Request(torch.tensor([prompt(n, n)]), max_new_tokens=new, encoder=encoder) for n in lengths]
-    rows = []
+@torch.inference_mode()
+def assert_full_is_eager(model: PreTrainedModel, **how: Any) -> None:
+    """60 tokens, the last ten one by one, under the full cache: the logits of one eager call without a cache."""
+    ids = torch.tensor([prompt(60)])
+    model.set_attn_implementation("eager")
+    expected = model(ids, use_cache=False, **how).logits
+    cache = KVCache(prepare(model).config, make_policy("full"), prompt_length=50)
+    got = [model(call, past_key_values=cache, **how).logits for call in (ids[:, :50], *ids[:, 50:].split(1, dim=1))]
+    torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=1e-4, rtol=1e-4)  # eager: softmax in float32
+
+
+def finish(flight: DecodeBatch) -> None:
+    """Decode until every sequence has ended."""
+    while flight.in_flight:
+        flight.step()
+
+
+def ended(model: PreTrainedModel, requests: Sequence[Request], policies: Sequence[Policy]) -> list[LiveSequence]:
+    """Every request under every policy in one batch, each entering while those before it decode."""
+    flight, rows = DecodeBatch(model), list[LiveSequence]()
     for request in requests:
-        rows += batch.admit(request, policies)
-        batch.step()
-    while batch.in_flight:
-        batch.step()
-    for row in rows:
-        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=new, encoder=encoder)
-        assert row.error is None, row.policy.name
-        assert row.tokens == alone.tokens[0], row.policy.name
-        assert row.cache.peak_nbytes == alone.cache.peak_nbytes, row.policy.name
-        for mine, its in zip(row.cache.attention_layers, alone.cache.attention_layers, strict=True):
-            assert torch.equal(mine.positions.sort(-1).values, its.positions.sort(-1).values), row.policy.name
+        rows += flight.admit(request, policies)
+        flight.step()
+    finish(flight)
+    return rows
+
+
+def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
+    """A sequence that has ended is what its request gives alone: tokens, kept positions, states and bytes."""
+    assert row.error is None, f"{row.policy.name}: {row.error!r}"
+    alone = generate(model, [row.request], row.policy)
+    name = f"{row.policy.name}, budget {row.policy.budget}, {row.request.input_ids.shape[1]} tokens"
+    assert (row.tokens, row.decode_steps) == (alone.tokens[0], alone.decode_steps), name
+    assert kept_now(row.cache) == kept_now(alone.cache), name
+    for size in ("seen", "nbytes", "peak_nbytes", "spare_nbytes"):
+        assert getattr(row.cache, size) == getattr(alone.cache, size), f"{name}: {size}"
+    mine, its = row.cache.sequence, alone.cache.sequence
+    assert (mine.passed, mine.passes, mine.passed_entries) == (its.passed, its.passes, its.passed_entries), name
+    assert mine.states.keys() == its.states.keys(), name
+    for state in mine.states:
+        torch.testing.assert_close(mine.states[state], its.states[state], atol=1e-4, rtol=1e-4)
+
+
+def assert_rows_alone(model: PreTrainedModel, policies: Sequence[Policy], lengths: Sequence[int], new: int) -> None:
+    """Prompts of these lengths, continued in one batch by all policies, are each what they are alone."""
+    requests = [Request(torch.tensor([prompt(n, n)]), max_new_tokens=new, encoder=CodePoints()) for n in lengths]
+    for row in ended(model, requests, policies):
+        assert_alone(model, row)

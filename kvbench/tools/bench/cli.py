@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, unknown
 from kvbench.terminal.command import Command, program, quiet
 from kvbench.terminal.outputs import check_folder
-from kvbench.tools.bench.settings import ABOUT, SWEEP, Settings, experiments, parse
+from kvbench.tools.bench.settings import SWEEP, Settings, experiments, parse
 
 _EXPERIMENTS = {"sweep": "policies and budgets as one batch, against single runs", **experiments()}
 HELP = f"""Measure prefill time, decode time, peak memory and cache bytes of policies x prompt lengths x batch sizes.
@@ -32,7 +33,7 @@ Experiments:
 
 \b
 Keys:
-{chr(10).join(f"  {key + '=':13} {text}" for key, text in ABOUT.items())}
+{chr(10).join(f"  {key.name + '=':13} {key.metadata['about']}" for key in fields(Settings))}
 """
 
 
@@ -42,7 +43,7 @@ def cli(words: Sequence[str]) -> None:
     """Run one benchmark. Raises UsageError for wrong arguments."""
     name, arguments = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
     if name not in ("", *_EXPERIMENTS):
-        raise UsageError(f"experiment {name} does not exist, choose from {', '.join(_EXPERIMENTS)}")
+        raise unknown("experiment", name, list(_EXPERIMENTS))
     run(name, parse(name, _sweep_defaults(arguments) if name == SWEEP else arguments))
 
 

@@ -114,26 +114,3 @@ def test_a_shared_sweep_and_single_runs_give_the_same_answers_and_hold_the_same_
     assert single.held_mib == shared.held_mib > 0
     rounds = [line for line in capsys.readouterr().err.splitlines() if "128 tokens, " in line]
     assert [line.split(", ")[1].split(":")[0] for line in rounds] == ["warm-up", "round 1 of 1"]
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("kivi", "experiment kivi does not exist, choose from sweep, cake_table13"),
-        ("sizes=3", "sizes=3 is not allowed: write key=value, with a key of model, dtype"),
-        ("policies=snapk", "policies=snapk: policy=snapk does not exist"),
-        ("policies=kvzip", "policies=kvzip cannot be timed on random tokens"),
-        ("policies=finch", "policies=finch cannot be timed on random tokens"),
-        ("rounds=0", "rounds must be at least 1, got 0"),
-        ("lengths=a", "Value 'a' of type 'str' could not be converted to Integer"),
-        ("budgets=", "budgets must be a list with at least one value"),
-        ("new_tokens=1", "new_tokens must be at least 2"),
-        ("model=nope", "model=nope is neither a name of conf/model"),
-        ("baselines=vllm", "baselines must be transformers or kvpress"),
-    ],
-)
-def test_a_wrong_argument_is_one_message(
-    argument: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([argument, f"out={tmp_path}", "device=cpu"]) == 2
-    assert message in capsys.readouterr().err

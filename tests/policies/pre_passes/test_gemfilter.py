@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from kv_models import tiny
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import KVCache, make_policy
@@ -13,12 +14,7 @@ from kvbench.policies.pre_passes.gemfilter import GemFilter
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=301, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return tiny(layers=3, dtype=torch.float32)
 
 
 def test_products_are_summed_over_heads_and_averaged_over_neighbours_by_hand() -> None:

@@ -214,11 +214,7 @@ def test_a_prompt_within_the_capacity_is_the_full_cache() -> None:
         assert (got.tokens, got.kept) == (full.tokens, full.kept)
 
 
-def test_other_combinations_are_refused() -> None:
-    with pytest.raises(ValueError, match="rocketkv evicts prompt tokens before sparse attention reads the rest"):
-        make_policy("rocketkv", 64, decode="evict")
-    with pytest.raises(ValueError, match="max_new must be a whole number of at least 1"):
-        make_policy("rocketkv", 64, max_new=0)
+def test_a_budget_that_reads_nothing_is_refused_and_a_scorer_makes_it_evict() -> None:
     with pytest.raises(ValueError, match="so a budget of 1 tokens per KV head is too small: it must be at least 2"):
         generate_tokens(prepare(tiny()), torch.tensor([prompt(20)]), rocket(1), max_new_tokens=2)
     parts = {"reader": {"class": "RocketKV"}, "scorer": {"class": "SnapKV"}}

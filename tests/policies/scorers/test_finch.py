@@ -129,5 +129,3 @@ def test_what_has_no_question_is_refused(model: PreTrainedModel) -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             generate_tokens(model, IDS, make_policy("finch", BUDGET), max_new_tokens=1, **how)
-    with pytest.raises(ValueError, match=r"finch evicts before the first token .* does not support late=true"):
-        make_policy("finch", BUDGET, decode="evict", late=True)

@@ -135,28 +135,6 @@ def test_a_control_keeps_as_many_tokens_of_each_example() -> None:
         assert sum(map(len, bests)) == budget * len(heads)
 
 
-def test_scores_that_change_need_a_budget() -> None:
-    for slug in ("keydiff", "snapkv", "h2o"):
-        with pytest.raises(ValueError, match="another score when other tokens come or go"):
-            by_threshold(slug, 0.5)
-    with pytest.raises(ConfigError, match="tau"):
-        make_policy("threshold_knorm")
-    with pytest.raises(ValueError, match="another score"):
-        make_policy("critical_threshold_knorm", tau=-1.0)
-    with pytest.raises(ConfigError, match="scores of decoded tokens"):
-        by_threshold("kvzip", 0.1, decode="threshold")
-    with pytest.raises(ConfigError, match="decode=threshold"):
-        make_policy("snapkv", 64, decode="threshold")
-    with pytest.raises(ConfigError, match="decode=threshold cannot be combined with matched=uniform: use grow"):
-        by_threshold("knorm", -3.0, decode="threshold", matched="uniform")
-    with pytest.raises(ConfigError, match="matched"):
-        by_threshold("knorm", -3.0, matched="heads")
-    with pytest.raises(ConfigError, match="decode=evict"):
-        by_threshold("knorm", -3.0, decode="evict")
-    with pytest.raises(ConfigError, match="only a gate's file has"):
-        make_policy("threshold_knorm", keep=0.3)
-
-
 def test_files_that_are_no_gate_of_the_model_are_refused(tmp_path: Path) -> None:
     torch.save({"layers.0.weight": torch.ones(2, 3)}, tmp_path / "gate.pt")
     linear = {"layers.0.weight": torch.ones(2, 3), "layers.0.bias": torch.zeros(2)}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from kv_models import CodePoints, prompt, tiny
+from kv_runs import kept_now
 from kvpress_kept import kvzip_press_keeps
 from transformers import PreTrainedModel
 
@@ -29,10 +30,6 @@ def pass_tokens(start: int) -> list[int]:
     return [*request, *IDS[start - 8 : start], *WORDS.encode("\n"), *IDS[start : start + CHUNK]]
 
 
-def kept(cache: KVCache) -> list[list[list[int]]]:
-    return [[sorted(p for p in head if p >= 0) for head in x.positions[0].tolist()] for x in cache.layers]
-
-
 def compressed(model: PreTrainedModel, slug: str, ids: list[int] = IDS, **fields: Any) -> KVCache:
     model.set_attn_implementation("kvbench")
     policy = make_policy(slug, BUDGET, chunk=CHUNK, **fields)
@@ -50,7 +47,7 @@ def test_a_decoded_token_stays_where_decoding_evicts() -> None:
     model = prepare(tiny())
     policy = make_policy("kvzip", BUDGET, chunk=CHUNK, decode="evict")
     before, after = (
-        kept(generate_tokens(model, torch.tensor([IDS]), policy, max_new_tokens=new, encoder=WORDS).cache)
+        kept_now(generate_tokens(model, torch.tensor([IDS]), policy, max_new_tokens=new, encoder=WORDS).cache)[0]
         for new in (1, 6)
     )
     for old, new in zip((h for x in before for h in x), (h for x in after for h in x), strict=True):
@@ -64,7 +61,8 @@ def test_a_decoded_token_stays_where_decoding_evicts() -> None:
 def test_kept_sets_are_those_of_kvpress(family: str, layerwise: bool) -> None:
     expected = kvzip_press_keeps(family, IDS, 1 - BUDGET / LENGTH, layerwise=layerwise, chunk_size=CHUNK)
     ours = tiny(family, dtype=torch.float32)
-    assert kept(compressed(ours, "kvzip_layerwise" if layerwise else "kvzip")) == expected
+    found = kept_now(compressed(ours, "kvzip_layerwise" if layerwise else "kvzip"))[0]
+    assert [[list(head) for head in layer] for layer in found] == expected
 
 
 @pytest.mark.parametrize(("phase", "expected"), [("prompt", [0.0, 0.5, 0.2, 0.0]), ("decode", [0.0, 0.5, 0.2, 0.5])])

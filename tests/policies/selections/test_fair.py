@@ -108,13 +108,3 @@ def test_decoding_keeps_the_shares() -> None:
             kept = {position for position in head if position >= 0}
             assert len(kept) == 30
             assert sum(position < 20 for position in kept) == 30 * 20 // 69
-
-
-def test_windows_that_cannot_be_divided_are_refused() -> None:
-    for slug, fields, words in (
-        ("fair_snapkv", {"schedule": "blocks"}, "use schedule=prompt"),
-        ("fair_lookahead_snapkv", {}, "without lookahead"),
-        ("fair_cake", {}, "an allocator without statistics"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            make_policy(slug, 64, **fields)
