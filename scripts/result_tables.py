@@ -146,7 +146,7 @@ def answers(full: pd.DataFrame, own: pd.DataFrame) -> dict[str, float]:
     """
     change = own.score - full.score
     return {
-        "lost": -change.clip(upper=0).mean(),
+        "lost": (-change).clip(lower=0).mean(),
         "gained": change.clip(lower=0).mean(),
         "tokens": own.tokens.mean(),
         "tokens_vs_full": (own.tokens - full.tokens).mean(),
