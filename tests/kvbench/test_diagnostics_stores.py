@@ -20,7 +20,7 @@ def model() -> PreTrainedModel:
 
 
 def probe(model: PreTrainedModel, slug: str, **fields: object) -> Probe:
-    return Probe(model, torch.tensor([prompt(96)]), make_policy(slug, **fields), slug)  # type: ignore[arg-type]
+    return Probe(model, torch.tensor([prompt(96)]), make_policy(slug, **fields), slug)
 
 
 def test_errors_are_those_of_the_formula(model: PreTrainedModel) -> None:

@@ -1,7 +1,5 @@
 """Hybrids: attention layers are under the policy, the states of recurrent layers go along with their sequences."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

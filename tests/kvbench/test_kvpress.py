@@ -104,7 +104,7 @@ def test_a_budget_in_tokens_is_kept_to_the_token_beside_what_was_generated(
     got = generate_tokens(model, ids_of(61), policy("KnormPress", budget), max_new_tokens=NEW)
     kept = budget if isinstance(budget, int) else 18  # 0.3 of 61 tokens
     assert got.cache.kept_tokens().unique().tolist() == [kept + NEW - 1]
-    assert got.cache.held_nbytes == 2 * sum(layer.keys.nbytes for layer in got.cache.layers)  # type: ignore[union-attr]
+    assert got.cache.held_nbytes == 2 * sum(layer.keys.nbytes for layer in got.cache.layers)
     assert got.cache.peak_nbytes > got.cache.held_nbytes
 
 

@@ -1,7 +1,5 @@
 """Long answers: what is dictated is decoded and not counted, thinking is not scored, what was cut off is told."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path

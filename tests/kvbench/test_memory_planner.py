@@ -1,7 +1,5 @@
 """How many rows enter beside those in flight, worked by hand on devices of a few kilobytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +84,7 @@ def test_a_row_that_held_more_than_expected_makes_its_run_expect_it(
     devices(Allocator((2 * PROMPT + 4 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
     room = MemoryPlanner(None)
     assert room.fits([prompt], runs[:1] * 6, 0, 0) == 4
-    room.finished(object(), runs[0], prompt, 2 * (PROMPT + NEW) * TOKEN)  # type: ignore[arg-type]
+    room.finished(object(), runs[0], prompt, 2 * (PROMPT + NEW) * TOKEN)
     assert room.fits([prompt], runs[:1] * 6, 0, 0) == 2
     assert room.fits([prompt], runs[1:6], 0, 0) == 4, "another run does not know"
 

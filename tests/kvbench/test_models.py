@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def spec(folder: Path, **fields: object) -> ModelSpec:
-    return ModelSpec(name="tiny", path=str(folder), **fields)  # type: ignore[arg-type]
+    return ModelSpec(name="tiny", path=str(folder), **fields)
 
 
 def small_model(family: str) -> PreTrainedModel:

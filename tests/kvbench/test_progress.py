@@ -115,4 +115,4 @@ def test_a_prompt_is_opened_once_the_last_one_is_in() -> None:
     model(ids[:, 2:], past_key_values=cache)
     for wrong in (0, True, 2.5, [2, 3]):
         with pytest.raises(ValueError, match="prompt"):
-            cache.next_prompt(wrong)  # type: ignore[arg-type]
+            cache.next_prompt(wrong)

@@ -1,7 +1,5 @@
 """Layers that differ in their number of KV heads, and in the numbers of a key and of a value: each holds its own."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

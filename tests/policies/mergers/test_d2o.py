@@ -52,7 +52,7 @@ class Example:
         old = [torch.tensor(x, dtype=torch.float64)[None, None] for x in (keys, values)]
         new = written(*old, self.merger.absorb(eviction(*old, positions, gone, phase), self.memory))
         rows = zip(places, *(x[0, 0].tolist() for x in new), scores, gone[0, 0].tolist(), strict=True)
-        self.held = {place: (*row, score) for place, *row, score, out in rows if not out}  # type: ignore[misc]
+        self.held = {place: (*row, score) for place, *row, score, out in rows if not out}
 
     def step(self, position: int, key: list[float], value: list[float], drawn: list[float]) -> None:
         """A decoding step: the new query's attention over the cache, the new token last."""

@@ -204,7 +204,7 @@ def test_blocks_evict_by_the_tokens_seen_so_far(saved: Callable[..., str]) -> No
 @torch.inference_mode()
 def test_the_calibration_is_the_mean_of_the_queries_before_rotation(family: str) -> None:
     """After the query norm of Qwen3, in the code of transformers."""
-    model, found = tiny(family), [[] for _ in range(LAYERS)]  # type: ignore[var-annotated]
+    model, found = tiny(family), [[] for _ in range(LAYERS)]
     attentions = [layer.self_attn for layer in model.model.layers]
     for layer, one in enumerate(attentions):
         module = getattr(one, "q_norm", one.q_proj)
