@@ -179,7 +179,5 @@ def test_generate_stops_where_a_layer_holds_more_than_was_promised(slug: str) ->
     """`model.generate` never calls `audit`: each call's end looks at the counts of every layer."""
     broken = replace(policy(slug, decode="grow"), allocator=Generous())
     held = KVCache(model().config, broken)
-    with pytest.raises(
-        BudgetError, match=r"layer 0 holds 17 .* promised at most 16 there|holds 34 tokens .* at most 32"
-    ):
+    with pytest.raises(BudgetError, match=r"layer 0 holds 17 .* at most 16 there|holds 34 tokens .* at most 32"):
         model().generate(torch.tensor([prompt(37)]), past_key_values=held, max_new_tokens=4, do_sample=False)

@@ -100,9 +100,7 @@ def test_a_model_on_disk_is_the_model_in_memory(objects: Objects, tiny_model: Pa
         lambda: kvbench.evaluate(empty, tokenizer, **chosen),
         lambda: kvbench.generate(empty, torch.tensor([[3]]), kvbench.make_policy("full")),
     ):
-        with pytest.raises(
-            ValueError, match=r"^the model has no weights: model\.embed_tokens\.weight is on the device"
-        ):
+        with pytest.raises(ValueError, match=r"^the model has no weights: model\.embed_tokens\.weight is on the"):
             call()
 
 

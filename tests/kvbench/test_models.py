@@ -174,9 +174,7 @@ def test_a_hub_model_that_cannot_be_downloaded_names_the_remedy(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        UsageError, match=r"owner/absent is not in the .* cache .*`hf download owner/absent`.*model\.path"
-    ):
+    with pytest.raises(UsageError, match=r"owner/absent is not in the .* cache .*`hf download owner/absent`"):
         locate(ModelSpec(name="absent", hub_id="owner/absent"))
 
 

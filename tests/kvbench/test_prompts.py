@@ -227,9 +227,7 @@ def test_the_middle_is_cut_out_of_the_context(tokenizer: PreTrainedTokenizerBase
     maker = PromptMaker(tokenizer, Given(truncation="middle"), 300, 20, compress="context")
     made = maker.make(replace(example("start" + "." * 60 + "Who?"), question="Who?"))
     assert str(tokenizer.decode(made.ids[: made.context_tokens].tolist())) == "<s>start...." + "......"
-    with pytest.raises(
-        UsageError, match=r"the beginning of the question of example 0 is unknown \(it was cut to fit\)"
-    ):
+    with pytest.raises(UsageError, match=r"the beginning of the question of example 0 is unknown \(it was cut"):
         maker.make(replace(example("start" + "." * 60 + "Who was that?"), question="Who was that?"))
 
 

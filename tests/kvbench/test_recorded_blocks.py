@@ -108,9 +108,7 @@ def test_a_block_that_cannot_be_recorded_is_an_error_or_a_warning(
     expected = contents(run([policy_of("snapkv")], False)[0])
     monkeypatch.setattr("op_tape.waits", lambda func, args: func.name().startswith("aten::cat"))
     if strict:
-        with pytest.raises(
-            ValueError, match=r"a block of a prompt on LlamaForCausalLM cannot be recorded .*cuda_graph=fa"
-        ):
+        with pytest.raises(ValueError, match=r"block of a prompt on LlamaForCausalLM cannot be recorded .*cuda_graph"):
             run([policy_of("snapkv")], True)
         return
     monkeypatch.setattr(BlockRecorder.__init__, "__defaults__", (False,))
