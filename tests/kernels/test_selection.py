@@ -44,7 +44,7 @@ def by_sorting(seed: int) -> torch.Tensor:
 
 
 def test_interpreted_selection_equals_sorting(interpret: Interpreter) -> None:
-    for seed in range(6):
+    for seed in range(4):
         assert torch.equal(interpret(kept, seed=seed), by_sorting(seed)), seed
 
 

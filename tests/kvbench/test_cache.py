@@ -140,12 +140,6 @@ def positions_behind(layer: KVLayer) -> Tensor:
     return max(found, key=torch.Tensor.numel)
 
 
-# what a cache shows
-
-
-# between calls and inside them
-
-
 @pytest.mark.parametrize("calls", [[37], [20, 17], [37, 1, 1]])
 def test_every_layer_counts_what_was_seen_before_the_call_until_the_call_is_over(calls: list[int]) -> None:
     """As a model's attention asks for it, before it hands its keys over (Llama4's temperature tuning)."""

@@ -10,10 +10,7 @@ from kv_models import SLIDING, VOCABULARY, prompt, small
 from kv_oracle import Array, Glance, Head, Rules, SlowSequence
 from kv_runs import assert_full_is_eager, assert_rows_alone, policy_for, run_greedy
 from kv_simulate import attending, generate
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare

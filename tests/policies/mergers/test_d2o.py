@@ -220,11 +220,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @settings(max_examples=40)
-@given(
-    st.integers(0, 10**6),
-    st.sampled_from(OPTIONS),
-    st.sampled_from([None, 0.4, -0.2]),
-)
+@given(st.integers(0, 10**6), st.sampled_from(OPTIONS), st.sampled_from([None, 0.4, -0.2]))
 def test_a_single_token_merges_as_one_of_several(seed: int, options: dict[str, Any], threshold: float | None) -> None:
     keys, values = drawn(3, 2, 9, seed)
     positions = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(seed + i)) for i in range(6)])

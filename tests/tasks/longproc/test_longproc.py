@@ -116,11 +116,7 @@ def test_a_table_is_compared_by_rows_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        (
-            "countdown",
-            [{"nums": [1, 2, 3], "target": 9}],
-            "row 1 is not a row of countdown: nums=.* five whole",
-        ),
+        ("countdown", [{"nums": [1, 2, 3], "target": 9}], "row 1 is not a row of countdown: nums=.* five whole"),
         ("countdown", [{"nums": [1, 1, 1, 1], "target": 50}], "50 cannot be reached"),
         ("path_traversal", [{"context_nl": "x"}], "no field 'question_repr'"),
         ("tom_tracking", [{"story": 1, "question": "q", "solution": "s"}], "its story is 1, it must be a text"),
