@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvbench.kernels.code_formats import nearest
 from kvbench.kernels.decode import SLOTS_A_PART
-from kvbench.kernels.group_formats import Codes, channels, coded, layouts, places, scaled, tiles
+from kvbench.kernels.group_formats import Codes, Form, channels, coded, layout, places, tiles
 from kvbench.kernels.join import join
 from kvbench.kernels.references import NewTokens
 from kvbench.kernels.tiles import (
@@ -29,7 +29,9 @@ from kvbench.kernels.tiles import (
     at_head,
     attend,
     capped,
+    empty_part,
     fit_heads,
+    in_sight,
     jit,
     next_power_of_two,
     parts_of,
@@ -45,26 +47,21 @@ from kvbench.kernels.tiles import (
 
 
 class FlatCodes(NamedTuple):
-    """Codes of keys or values of D numbers in flat slots, x = code * scale + minimum: words [N,.] int32, scale [N,.].
+    """Codes of keys or values in flat slots, x = code * scale + minimum: words [N,.] int32, scale [N,.].
 
-    Per channel: groups of `unit` tokens; the words [D,W], scales [D] and minima [D] of a group fill the slots of its
-    tokens. Per token (`per_token`): groups of `unit` channels, words [D/U,W], scale and minimum [D/U] in each slot.
+    The words, scales and minima of a group of tokens fill the slots of its tokens.
     """
 
     words: Tensor
     scale: Tensor
     minimum: Tensor
-    bits: int
-    unit: int
-    per_token: bool
-    dim: int
+    form: Form
 
     @property
     def views(self) -> Codes:
         """The codes as arguments of a kernel: `row` is the stride of a group or token, `dim` that of a slot."""
         tensors = (self.words, self.scale, self.minimum)
-        entry = 1 if self.per_token else self.unit
-        return Codes(*(View(x, 0, 0, entry * x.stride(0), x.stride(0)) for x in tensors))
+        return Codes(*(View(x, 0, 0, self.form.tokens * x.stride(0), x.stride(0)) for x in tensors))
 
 
 class Ring(NamedTuple):
@@ -86,28 +83,18 @@ def _of_segment(codes: Codes, start: tl.tensor) -> Codes:
     )
 
 
-@jit
-def _seen(place: tl.tensor, newest: tl.tensor, window: tl.tensor) -> tl.tensor:
-    """Whether the newest query sees tokens at some places."""
-    seen = (place >= 0) & (place <= newest)
-    if window is not None:
-        seen = seen & (place > newest - window)
-    return seen
-
-
 @partial(jit, varying=("each",))
 def _attend_groups(
     q: View, q_pos_ptr: tl.tensor, k_pos_ptr: tl.tensor, starts_ptr: tl.tensor, counts_ptr: tl.tensor, keys: Codes,
     values: Codes, ring_k: View, ring_v: View, ring_pos: View, sinks_ptr: tl.tensor, out_ptr: tl.tensor,
     lse_ptr: tl.tensor, H: tl.tensor, E: tl.tensor, each: tl.tensor, rule: Rule, KEY: tl.constexpr,
-    VALUE: tl.constexpr, TOKENS: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    PRODUCTS: tl.constexpr,
+    VALUE: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PRODUCTS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: the ring of one KV head and its sinks (part 0), or the tokens of `each` words of its codes."""
     row = tl.program_id(0).to(tl.int64)  # of B * H
     part, parts = tl.program_id(1), tl.num_programs(1)
     start, count = tl.load(starts_ptr + row).to(tl.int64), tl.load(counts_ptr + row).to(tl.int32)
-    words = tl.cdiv(count, TOKENS.U) * TOKENS.WIDTH
+    words = tl.cdiv(count, KEY.U) * KEY.WIDTH
     begin = (part - 1) * each
     heads = tl.arange(0, ROWS)
     stored = (row * parts + part) * G + heads
@@ -116,17 +103,14 @@ def _attend_groups(
         return
     newest = tl.load(q_pos_ptr + row // H).to(tl.int32)
     dims, there = channels(VALUE)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, dims.shape[0]], tl.float32)
-
+    top, total, out = empty_part(ROWS, dims.shape[0])
     key_dims = tl.arange(0, KEY.BLOCK_D)
     at = at_head(q, row * G, H * G) + heads[:, None] * q.head + key_dims[None, :] * q.dim
     query = tl.load(at, mask=(heads < G)[:, None] & (key_dims < KEY.D)[None, :], other=0.0)
     for step in range(tl.where(part == 0, tl.cdiv(E, TILE), 0)):
         slots = step * TILE + tl.arange(0, TILE)
         place = tl.load(at_head(ring_pos, row, H) + slots, mask=slots < E, other=-1)
-        seen = _seen(place, newest, rule.window)
+        seen = in_sight(place, newest, newest, rule.window)
         own = slots.to(tl.int64)[:, None]
         k = tl.load(
             at_head(ring_k, row, H) + own * ring_k.row + key_dims[None, :],
@@ -140,16 +124,16 @@ def _attend_groups(
     if sinks_ptr is not None:
         top, total, out = with_sinks(top, total, out, sinks_ptr, row % H * G + heads, heads < G, part)
 
-    numbers = scaled(q, row, H, heads, rule.scale, KEY, G).to(PRODUCTS)
+    numbers = (query.to(tl.float32) * rule.scale).to(PRODUCTS)
     keys, values = _of_segment(keys, start), _of_segment(values, start)
-    steps = tl.cdiv(tl.minimum(begin + each, words) - begin, TOKENS.WORDS)
+    steps = tl.cdiv(tl.minimum(begin + each, words) - begin, KEY.WORDS)
     for step in range(tl.where(part == 0, 0, steps)):
-        first = begin + step * TOKENS.WORDS
-        tokens, placed = places(first, TOKENS.WORDS, TOKENS)
-        k = coded(keys, first, tokens, count, KEY, TOKENS.WORDS, PRODUCTS)
-        v = coded(values, first, tokens, count, VALUE, TOKENS.WORDS, PRODUCTS)
+        first = begin + step * KEY.WORDS
+        tokens, placed = places(first, KEY.WORDS, KEY)
+        k = coded(keys, first, tokens, count, KEY, PRODUCTS)
+        v = coded(values, first, tokens, count, VALUE, PRODUCTS)
         place = tl.load(k_pos_ptr + start + tokens, mask=placed & (tokens < count), other=-1)
-        seen = _seen(place, newest, rule.window)
+        seen = in_sight(place, newest, newest, rule.window)
         if not VALUE.PER_TOKEN:
             v = tl.trans(v)
         logits = capped(tl.dot(numbers, k, input_precision="ieee"), rule.cap)
@@ -166,39 +150,36 @@ def decode_groups(
 ) -> Tensor:  # fmt: skip
     """Attention [B,H_q,1,D_v] of the newest queries [B,H_q,1,D] over segments of codes and the tokens of the ring.
 
-    key_positions [N] int32, -1: not read from codes. Keys are coded per channel. starts, counts [B,H]; `most` bounds
+    key_positions [N] int32, -1: not read from codes. Keys are coded per channel, and so may be values, in the same
+    groups. starts, counts [B,H]; `most` bounds
     the counts. Other arguments as in `decode_attention_flat`. Raises ValueError without Triton.
     """
     require_triton("decode_groups", queries.device)
-    fit_heads("decode_groups", keys.dim, values.dim)
+    dim, value_dim = keys.form.dim, values.form.dim
+    fit_heads("decode_groups", dim, value_dim)
     (batch, query_heads), heads, kept = queries.shape[:2], starts.shape[1], queries.dtype
     if not queries.is_cuda and kept == torch.bfloat16:  # the interpreter multiplies bit patterns
         queries, ring = queries.float(), Ring(ring.keys.float(), ring.values.float(), ring.positions)
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
-    how: dict[str, Any] = tiles(keys.dim, values.dim, queries.dtype)
-    room = 512 if max(keys.dim, values.dim) <= 128 else 256  # more would spill, or exceed the shared memory
-    most_tokens = 16 if how["PRODUCTS"] == tl.float32 else room // max(4, keys.bits)
+    how: dict[str, Any] = tiles(dim, value_dim, queries.dtype)
+    room = 512 if max(dim, value_dim) <= 128 else 256  # more would spill, or exceed the shared memory
+    most_tokens = 16 if how["PRODUCTS"] == tl.float32 else room // max(4, keys.form.bits)
     tokens = min(how.pop("tokens"), most_tokens)
-    key, value, order = layouts(_form(keys), _form(values), (keys.dim, values.dim), tokens)
-    group, whole, pairs = query_heads // heads, -(-most // order.U) * order.WIDTH, batch * heads
-    bits = order.BITS if keys.unit else 32
+    key, value = layout(keys.form, tokens), layout(values.form, tokens)
+    group, whole, pairs = query_heads // heads, -(-most // key.U) * key.WIDTH, batch * heads
     each = slots_of_a_part(
-        pairs, whole, order.WORDS, programs_at_once(queries.device), max(order.WORDS, SLOTS_A_PART * bits // 32)
+        pairs, whole, key.WORDS, programs_at_once(queries.device), max(key.WORDS, SLOTS_A_PART * key.BITS // 32)
     )
-    part_out, part_lse = parts_of(queries, parts := 1 + -(-whole // each), heads, values.dim)
+    part_out, part_lse = parts_of(queries, parts := 1 + -(-whole // each), heads, value_dim)
     with torch.cuda.device_of(queries):
         _attend_groups[pairs, parts](
             view(queries), query_positions.contiguous(), key_positions, starts.contiguous(), counts.contiguous(),
             keys.views, values.views, view(ring.keys), view(ring.values), view(ring.positions), sinks, part_out,
             part_lse, heads, ring.positions.shape[-1], each, rule_of(scaling, softcap, sliding_window), KEY=key,
-            VALUE=value, TOKENS=order, G=group, ROWS=max(16, next_power_of_two(group)),
+            VALUE=value, G=group, ROWS=max(16, next_power_of_two(group)),
             TILE=32 if how["PRODUCTS"] == tl.float16 else 16, **how,
         )  # fmt: skip
         return join(part_out, part_lse, queries, heads, parts, 1)[0].to(kept)
-
-
-def _form(codes: FlatCodes) -> tuple[int, int, bool]:
-    return codes.bits, codes.unit, codes.per_token
 
 
 @jit
@@ -252,12 +233,11 @@ def append_groups(values: FlatCodes, ring: Ring, starts: Tensor, new_tokens: New
     gone [B,H]: the slots of their segments at `starts` [B,H] for the displaced values, which are encoded; -1: none.
     """
     require_triton("append_groups", starts.device)
-    dims = ring.keys.shape[-1], values.dim
-    key = (values.bits, values.unit, False)  # only values are coded here
-    layout = layouts(key, _form(values), dims, 32)[1]
+    dim, form = ring.keys.shape[-1], values.form
     with torch.cuda.device_of(starts):
         _append_groups[starts.numel(), 2](
             view(new_tokens.keys), view(new_tokens.values), view(ring.keys), view(ring.values), starts.contiguous(),
-            new_tokens.slots.contiguous(), gone.contiguous(), values.views, starts.shape[1], VALUE=layout, D=dims[0],
-            BLOCK=next_power_of_two(max(dims)), GROUPS=next_power_of_two(-(-values.dim // values.unit)), num_warps=1,
+            new_tokens.slots.contiguous(), gone.contiguous(), values.views, starts.shape[1], VALUE=layout(form, 32),
+            D=dim, BLOCK=next_power_of_two(max(dim, form.dim)), GROUPS=next_power_of_two(-(-form.dim // form.unit)),
+            num_warps=1,
         )  # fmt: skip

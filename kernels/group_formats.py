@@ -13,7 +13,30 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvbench.kernels.tiles import View, at_head, jit, next_power_of_two, tl
+from kvbench.kernels.tiles import View, jit, next_power_of_two, tl
+
+
+class Form(NamedTuple):
+    """How keys or values of `dim` numbers are held in groups of one scale and minimum, with `bits` of a number.
+
+    Per channel: groups of `unit` tokens. Per token (`per_token`): groups of `unit` channels.
+    """
+
+    bits: int
+    unit: int
+    per_token: bool
+    dim: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an entry: of a group, or one."""
+        return 1 if self.per_token else self.unit
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of an entry by name: words [D,W], scale [D] and minimum [D], or [D/U,W] and [D/U] per token."""
+        groups = self.dim // self.unit if self.per_token else self.dim
+        return {"words": (groups, -(-self.unit * self.bits // 32)), "scale": (groups,), "minimum": (groups,)}
 
 
 class Codes(NamedTuple):
@@ -35,9 +58,9 @@ class Groups(NamedTuple):
     U: int
     W: int
     WIDTH: int
-    WORDS: int = 0
-    D: int = 0
-    BLOCK_D: int = 0
+    WORDS: int
+    D: int
+    BLOCK_D: int
 
 
 @jit
@@ -79,14 +102,10 @@ def _half(
 
 @jit
 def coded(
-    side: Codes, first: tl.tensor, tokens: tl.tensor, coded: tl.tensor, HOW: tl.constexpr, TILE: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """A tile of one KV head, 0 beyond the `coded` tokens: [tokens,channels] if PER_TOKEN, otherwise transposed.
-
-    TILE: words of a channel.
-    """
-    WORDS: tl.constexpr = HOW.WORDS if HOW.PER_TOKEN else TILE
+    side: Codes, first: tl.tensor, tokens: tl.tensor, coded: tl.tensor, HOW: tl.constexpr, PRODUCTS: tl.constexpr
+) -> tl.tensor:
+    """A tile of one KV head, 0 beyond the `coded` tokens: [tokens,channels] if PER_TOKEN, otherwise transposed."""
+    WORDS: tl.constexpr = HOW.WORDS
     if HOW.PER_TOKEN:
         rows, inside, groups, start = tokens.to(tl.int64), tokens < coded, HOW.D // HOW.U, 0
         row_words, row_scales, group_words, group_scales = side.words.row, side.scale.row, HOW.W, 1
@@ -113,16 +132,6 @@ def coded(
     return tl.reshape(numbers, (ROWS, NUMBERS))
 
 
-@jit
-def scaled(
-    q: View, row: tl.tensor, H: tl.tensor, heads: tl.tensor, scale: tl.tensor, KEY: tl.constexpr, G: tl.constexpr
-) -> tl.tensor:
-    """The queries of KV head `row`, [heads,channels of a tile of its keys], times `scale`."""
-    dims, there = channels(KEY)
-    at = at_head(q, row * G, H * G) + heads[:, None] * q.head + dims[None, :]
-    return tl.load(at, mask=(heads < G)[:, None] & there[None, :], other=0.0).to(tl.float32) * scale
-
-
 def tiles(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     """Tokens of a tile and launch options; 16-bit queries are multiplied as float16, float32 ones in float32."""
     wide = max(dim, value_dim) > 128
@@ -133,23 +142,12 @@ def tiles(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     return {**sizes, "PRODUCTS": tl.float16, "num_stages": 2, "maxnreg": registers}
 
 
-def layouts(
-    keys: tuple[int, int, bool], values: tuple[int, int, bool], dims: tuple[int, int], tokens: int
-) -> tuple[Groups, Groups, Groups]:
-    """Layouts of keys, values and tokens in words; a tile has `tokens` tokens.
-
-    keys, values: bits, numbers of a group and whether it is of one token.
-    """
-    sides = []
-    order = Groups(False, 32, tokens, tokens, tokens)  # if both sides are per token, they are read in order
-    for (bits, unit, per_token), dim in zip((keys, values), dims, strict=True):
-        words = -(-unit * bits // 32)
-        own = Groups(per_token, bits, unit, words, next_power_of_two(words))
-        if per_token:
-            least = 16 * bits // 32  # a product takes 16 channels
-            own = own._replace(WORDS=max(next_power_of_two(dim // unit) * own.WIDTH, least))
-        else:
-            assert order.BITS == 32 or order == own, "keys and values per channel share their groups"
-            order = own
-        sides.append(own._replace(D=dim, BLOCK_D=max(16, next_power_of_two(dim))))
-    return sides[0], sides[1], order._replace(WORDS=tokens * order.BITS // 32)
+def layout(form: Form, tokens: int) -> Groups:
+    """Codes as constants of a kernel, whose tiles have `tokens` tokens."""
+    words = -(-form.unit * form.bits // 32)
+    width, at_once = next_power_of_two(words), tokens * form.bits // 32
+    if form.per_token:
+        least = 16 * form.bits // 32  # a product takes 16 channels
+        at_once = max(next_power_of_two(form.dim // form.unit) * width, least)
+    wide = max(16, next_power_of_two(form.dim))
+    return Groups(form.per_token, form.bits, form.unit, words, width, at_once, form.dim, wide)

@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from kvbench.kernels.references import (
+    LOGITS_AT_ONCE,
     LOGITS_AT_ONCE_GPU,
+    NOWHERE,
     Attention,
     attention_logits,
     grouped_attention,
@@ -30,14 +32,12 @@ from kvbench.kernels.references import (
 
 PAIRS_AT_ONCE = 2**22  # of query and slot, over all query heads: 16 MiB of float32 logits, 4 MiB of mask
 ROWS_OF_A_WINDOW = 256  # queries of a block with a sliding window: it reads window + 256 slots
-LOGITS_AT_ONCE = 2**22  # of `prompt_attention` in PyTorch on a CPU
 FLASH, CUDNN = 1, 3  # torch.nn.attention.SDPBackend: the two that return their log-sum-exp and support grouped heads
 SMALLEST_FLEX_HEAD = 16  # flex_attention refuses smaller heads, and finds no kernel for large ones in float32
 CONSTANTS = {"specialize_float": True, "recompile_limit": 64}
 """Settings of torch.compile. A soft cap is a constant of its kernel, because Inductor cannot compile a variable one.
 Every combination of heads, cap and window has its own kernel; by default only the first 8 are compiled."""
 BLOCK = 128  # queries and slots of a block that flex_attention computes or skips
-LATE = 2**30  # a position later than every query
 
 
 def masked_attention(
@@ -183,7 +183,7 @@ def block_mask(query_places: Tensor, key_places: Tensor, sliding_window: int | N
     q = F.pad(query_places.long(), (0, -new % BLOCK), value=-1).unflatten(-1, (-1, BLOCK))[:, None, :, None]
     k = F.pad(key_places.long(), (0, -slots % BLOCK), value=-1).unflatten(-1, (-1, BLOCK))[:, :, None]
     newest_q, newest_k = q.amax(-1), k.amax(-1)  # [B,1,M/128,1], [B,H,1,T/128]
-    oldest_q, oldest_k = (x.masked_fill(x < 0, LATE).amin(-1) for x in (q, k))
+    oldest_q, oldest_k = (x.masked_fill(x < 0, NOWHERE).amin(-1) for x in (q, k))
     some = (newest_q >= 0) & (newest_k >= 0) & (oldest_k <= newest_q)
     whole = (q.amin(-1) >= 0) & (k.amin(-1) >= 0) & (newest_k <= oldest_q)
     if sliding_window is not None:

@@ -326,15 +326,12 @@ def softmax_blocks(
 def append(flat: Mapping[str, Tensor], tokens: Mapping[str, Tensor], starts: Tensor, slots: Tensor) -> None:
     """Write one token of every sequence and KV head at its own slot of flat storage, in place.
 
-    flat: storage [N,...] by name; tokens [B,H,1,...] by name, 0 for names without one (statistics). starts, slots [B,H]
-    integers: the token goes to flat slot starts + slots; no two go to the same one.
+    flat: storage [N,...] by name; tokens [B,H,1,...] by name. starts, slots [B,H] integers: the token goes to flat slot
+    starts + slots; no two go to the same one.
     """
     where = (starts + slots).flatten()
-    for name, stored in flat.items():
-        if name in tokens:
-            stored.index_copy_(0, where, tokens[name].to(stored.dtype).flatten(0, 2))
-        else:
-            stored.index_fill_(0, where, 0)
+    for name, x in tokens.items():
+        flat[name].index_copy_(0, where, x.to(flat[name].dtype).flatten(0, 2))
 
 
 def decode_attention_ref(
@@ -371,22 +368,17 @@ def decode_attention_flat_ref(
 ) -> Attention:  # fmt: skip
     """The definition: segments padded to the longest. Arguments and result as in `decode_attention_flat`."""
     if new_tokens is not None:
-        append(
-            {"keys": keys, "values": values},
-            {"keys": new_tokens.keys, "values": new_tokens.values},
-            starts,
-            new_tokens.slots,
-        )
+        new = {"keys": new_tokens.keys, "values": new_tokens.values}
+        append({"keys": keys, "values": values}, new, starts, new_tokens.slots)
     steps = torch.arange(most, device=counts.device)
     there = steps < counts[..., None]  # [B,H_kv,T]
     slots = (starts[..., None] + steps).masked_fill(~there, 0)
     positions = key_positions[slots].masked_fill(~there, -1)
+    own = None if sums is None else sums.new_zeros(*slots.shape, sums.shape[-1])  # 0 beyond a segment's end
     found = decode_attention_ref(
         queries, keys[slots], values[slots], query_positions, positions, scaling, softcap, sliding_window, sinks,
-        weights=weights or sums is not None,
+        weights=weights, sums=own,
     )  # fmt: skip
-    if sums is not None and found.weights is not None:
-        drawn = found.weights.sum(3).transpose(-1, -2)  # [B,H_kv,T,G], 0 beyond a segment's end
-        drawn = drawn if sums.shape[-1] == drawn.shape[-1] else drawn.mean(-1, keepdim=True)
-        sums.index_put_((slots,), drawn, accumulate=True)
-    return found if weights else found._replace(weights=None)
+    if sums is not None and own is not None:
+        sums.index_put_((slots,), own, accumulate=True)
+    return found

@@ -11,10 +11,10 @@ import pandas as pd
 import yaml
 
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
-from kvbench.report.formats import FORMATS, write
-from kvbench.report.table import Table, text
+from kvbench.report.formats import FORMATS, show
+from kvbench.report.table import Table
 from kvbench.results.result import load_results
-from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program, terminal_width
+from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program
 from kvbench.terminal.outputs import check_output
 
 
@@ -36,12 +36,7 @@ def cli(overrides: Sequence[str], paper: Sequence[str], runs: Path | None, outpu
     fields = {key: yaml.safe_load(value) for key, value in {**words, **budget}.items()}
     claims = [claim for name in paper or PAPERS for claim in read_claims(name, fields)]
     found = [] if runs is None else load_results(runs)
-    table = as_table([decide(claim, found) for claim in claims])
-    if output is None:
-        sys.stdout.write(text(table, terminal_width()))
-    else:
-        write(table, output)
-        sys.stdout.write(f"{len(claims)} claims -> {output}\n")
+    show(as_table([decide(claim, found) for claim in claims]), output, f"{len(claims)} claims")
 
 
 main = program(cli)

@@ -115,18 +115,17 @@ def app(config: DictConfig) -> float | None:
     share_cores()
     quiet()
     with short_errors():
+        from kvbench.results.definition import Entry
         from kvbench.run.run_config import plain
-        from kvbench.sweeps.compute import (
-            Composed,
-            run_one,  # torch, which --help and --cfg do not need
-        )
+        from kvbench.sweeps.compute import run_one  # torch, which --help and --cfg do not need
 
         own: Any = HydraConfig.get()
         if own.sweeper.get("grids") or own.sweeper.get("params"):
             write_message("this experiment is a sweep, but only one run is computed: add -m, or hydra.mode=MULTIRUN")
         folders = [Path(source["path"]) for source in own.runtime.config_sources if source["schema"] == "file"]
-        choices = dict(own.runtime.choices)
-        return run_one(Composed(f"policy={choices['policy']}", plain(config), choices, folders))
+        chosen = own.runtime.choices
+        names = chosen.model, chosen.policy, chosen.task
+        return run_one(Entry(f"policy={chosen.policy}", *names, None, plain(config)), folders)
 
 
 @command

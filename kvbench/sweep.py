@@ -86,10 +86,10 @@ def resume(out: Path, fields: Sequence[str]) -> list[Status]:
     launcher = _launcher(definition.launcher, fields)
     here = out.resolve()
     share_cores()
-    from kvbench.sweeps.compute import Planned, rebuilt  # torch, which the other commands do not need
+    from kvbench.sweeps.compute import rebuilt  # torch, which the other commands do not need
 
-    runs = [rebuilt(entry, here) if launcher.in_process else Planned(entry) for entry in left]
-    return launch(here, runs, definition, launcher)
+    runs = {entry.key: rebuilt(entry, here) for entry in left} if launcher.in_process else {}
+    return launch(here, left, runs, definition, launcher)
 
 
 def _launcher(last: dict[str, Any], fields: Sequence[str]) -> Launcher:

@@ -83,9 +83,7 @@ def rows(model: PreTrainedModel) -> list[dict[str, Any]]:
         found.append({"what": what, "policy": policy, "operations": count, "per_layer": round(count / LAYERS, 1)})
 
     for slug in WHOLE:
-        prefill, batch = admission(
-            model, [make_policy(slug, None if slug in ("full", "fp8", "int4", "kivi") else BUDGET)]
-        )
+        prefill, batch = admission(model, [make_policy(slug, None if slug == "full" else BUDGET)])
         batch.step()
         note("prefill", slug, prefill)
         note("decoded token", slug, counted(batch.step))

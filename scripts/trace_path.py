@@ -1,8 +1,7 @@
-"""Count the files, functions and lines of kvbench that one decoded token, and one sweep of two runs, enter.
+"""Count the files, functions and lines of kvbench that one decoded token enters.
 
 python scripts/trace_path.py                # the token: pocket model, caote_snapkv, budget 64, evicting
 python scripts/trace_path.py --list         # the files, and the functions of each
-python scripts/trace_path.py --sweep        # a sweep: two policies, one example
 
 The token takes both paths: on a CPU, and in the batch of a GPU, whose Triton kernels are interpreted. The last line
 counts their union. Modules and class bodies, which run once at import, are not counted as functions. A file counts once
@@ -15,10 +14,8 @@ import argparse
 import inspect
 import json
 import os
-import runpy
 import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
@@ -106,29 +103,12 @@ def print_gpu_token() -> None:
     print(json.dumps({path: sorted(names) for path, names in entered.items()}))
 
 
-def sweep() -> Entered:
-    """A sweep of two runs by the command line, imports included."""
-    with tempfile.TemporaryDirectory() as out:
-        line = ["kvbench", "-m", "policy=snapkv,tova", "budget=64", "limit=1", f"out={out}"]
-        sys.argv = line
-
-        def run() -> None:
-            try:
-                runpy.run_module("kvbench", run_name="__main__")
-            except SystemExit as ended:
-                if ended.code:
-                    raise
-
-        return traced(run)
-
-
 def main() -> None:
     """Print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="a sweep of two runs instead of a token")
     parser.add_argument("--list", action="store_true", help="every file with its functions")
     given = parser.parse_args()
-    parts = {"sweep": sweep()} if given.sweep else {"CPU": token(), "GPU, interpreted": gpu_token()}
+    parts = {"CPU": token(), "GPU, interpreted": gpu_token()}
     union: defaultdict[str, set[str]] = defaultdict(set)
     for part in parts.values():
         for path, names in part.items():
@@ -136,7 +116,7 @@ def main() -> None:
     if given.list:
         for path, names in sorted(union.items()):
             print(f"{path}: {', '.join(sorted(names))}")
-    for title, entered in [*parts.items(), ("together", dict(union))] if len(parts) > 1 else parts.items():
+    for title, entered in [*parts.items(), ("together", dict(union))]:
         lines = sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in entered)
         print(f"{title}: {len(entered)} files, {sum(map(len, entered.values()))} functions, {lines} lines")
 

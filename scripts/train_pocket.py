@@ -30,7 +30,8 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from kvbench.tasks.niah import Niah
-from kvbench.tasks.ruler.templates import needle_line, noise_line, template
+from kvbench.tasks.ruler.niah import singular
+from kvbench.tasks.ruler.templates import NEEDLE, NOISE, template
 from kvbench.tasks.words import own_words, written_sentences
 
 MOST_TARGETS = 2048  # predictable tokens per step: the output layer over the vocabulary is a third of a step's time
@@ -144,19 +145,15 @@ def frame(ruler: bool, values: int, together: int) -> Frame:
     if ruler:
         text, prefix = template("niah").text, template("niah").answer_prefix
         if single:
-            text, prefix = _singular(text), _singular(prefix)
+            text, prefix = singular(text), singular(prefix)
         kind = "number" if single else "numbers"
         text, prefix = (part.replace("{type_needle_v}", kind).replace("{query}", "{keys}") for part in (text, prefix))
         head, question = text.split("{context}")
-        return Frame(head, needle_line().replace("{type_needle_v}", "numbers"), question, prefix, ", and ")
+        return Frame(head, NEEDLE.replace("{type_needle_v}", "numbers"), question, prefix, ", and ")
     task = Niah(values=values, keys=together, queries=together)
     slots = {"number": "number" if single else "numbers", "is_are": "is" if single else "are", "keys": "{keys}"}
     head, question = task.frame.format(context="{context}", question=task.question.format(**slots)).split("{context}")
     return Frame(head, task.needle, question, task.answer_prefix.format(**slots), " and ")
-
-
-def _singular(text: str) -> str:
-    return text.replace("Some", "A").replace("are all", "is").replace("are", "is").replace("answers", "answer")
 
 
 def listed(items: Sequence[str], last: str) -> str:
@@ -226,7 +223,7 @@ def _hidden(rng: Generator, lines: list[str], haystack: str, free: int) -> str:
         return "\n".join(lines)
     stream, filler = written_sentences(random.Random(int(rng.integers(2**31)))), list[str]()
     while free > 0:
-        filler.append(noise_line() if haystack == "noise" else next(stream).rstrip())
+        filler.append(NOISE if haystack == "noise" else next(stream).rstrip())
         free -= len(encode(" " + filler[-1]))
     filler = filler[:-1]
     for place in sorted(rng.integers(0, len(filler) + 1, len(lines)).tolist(), reverse=True):

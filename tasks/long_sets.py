@@ -81,13 +81,6 @@ class LongSet(Task):
         found = self._of_authors() if self.protocol == "authors" else self._of_kvpress()
         return (replace(example, index=index) for index, example in enumerate(islice(found, limit)))
 
-    def score(self, output: str, example: Example) -> float:
-        """The score of one output, 0 to 1. Raises ValueError for a set without public answers."""
-        score, _ = self.judge(output, example)
-        if score is None:
-            raise ValueError(f"{self.name} has no public answers, its outputs are scored on the benchmark's website")
-        return score
-
     def _about(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         summed_by = {} if self.summed_by is None else {"benchmark": self.summed_by}
         return {"task": self.name, **summed_by, **metadata}

@@ -11,9 +11,9 @@ from itertools import islice
 from typing import ClassVar
 
 from kvbench.errors import ConfigError, choice, number, whole_number
-from kvbench.tasks.ruler.templates import noise_line
+from kvbench.tasks.ruler.templates import NOISE
 from kvbench.tasks.scores import contains, needle_words, rouge1_recall
-from kvbench.tasks.task import Example, Task, Tokenizer, counts, question_part, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, listed_numbers, question_part, slots
 from kvbench.tasks.words import Filler, hide, largest_fitting, own_words, read_folder, repeated, written_sentences
 
 HAYSTACKS = ("sentences", "noise")
@@ -68,12 +68,9 @@ class NeedleGrid(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("lengths", "depths"):
-            if not isinstance(getattr(self, name), tuple) or not getattr(self, name):
-                raise ConfigError(name, getattr(self, name), why="is not allowed, it must be a list of numbers")
-        for length in self.lengths:
+        for length in listed_numbers(self, "lengths"):
             whole_number("lengths", length, 1)
-        for depth in self.depths:
+        for depth in listed_numbers(self, "depths"):
             number("depths", depth, 0, 1)
         counts(self, 1, "repeats", "max_new_tokens", "dictate_after")
         counts(self, 0, "template_tokens")
@@ -142,7 +139,7 @@ class NeedleGrid(Task):
         return example if self.dictate_after is None else _dictating(example, self.dictate_after, tokenizer), planted
 
     def _filler(self, rng: random.Random) -> Iterator[str]:
-        return written_sentences(rng) if self.haystack == "sentences" else repeated(noise_line() + " ")
+        return written_sentences(rng) if self.haystack == "sentences" else repeated(NOISE + " ")
 
 
 def _dictating(example: Example, tokens: int, tokenizer: Tokenizer) -> Example:
@@ -193,9 +190,9 @@ class Niah(NeedleGrid):
     def plant(self, rng: random.Random, text: str) -> Planted:
         """See `NeedleGrid.plant`: different keys, different numbers."""
         words = own_words()
-        keys = _distinct(self.keys, lambda: f"{rng.choice(words.adjectives)}-{rng.choice(words.nouns)}", text)
+        keys = distinct(self.keys, lambda: f"{rng.choice(words.adjectives)}-{rng.choice(words.nouns)}", text)
         low, high = 10 ** (self.digits - 1), 10**self.digits - 1
-        numbers = _distinct(self.keys * self.values, lambda: str(rng.randint(low, high)), text)
+        numbers = distinct(self.keys * self.values, lambda: str(rng.randint(low, high)), text)
         needles = [self.needle.format(key=keys[i // self.values], value=number) for i, number in enumerate(numbers)]
         first, *later = (
             self._question(keys[i : i + self.queries], numbers[i * self.values : (i + self.queries) * self.values])
@@ -256,7 +253,7 @@ def interleaved(lengths: Sequence[int], depths: Sequence[float]) -> Iterator[tup
             yield length, order[(turn + place) % len(order)]
 
 
-def _distinct(count: int, draw: Callable[[], str], text: str) -> list[str]:
+def distinct(count: int, draw: Callable[[], str], text: str) -> list[str]:
     """`count` different draws that do not occur in `text`."""
     drawn: dict[str, None] = {}
     for _ in range(1000 * count):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from kvbench.errors import ConfigError, choice, whole_number
-from kvbench.tasks.niah import NeedleGrid, Planted
+from kvbench.tasks.niah import MOST_DIGITS, NeedleGrid, Planted, distinct
 from kvbench.tasks.scores import contains
 from kvbench.tasks.task import Example, counts, slots
 from kvbench.tasks.words import shipped
@@ -114,18 +114,15 @@ class NiahMulti(NeedleGrid):
     def __post_init__(self) -> None:
         super().__post_init__()
         whole_number("needles", self.needles, 2, len(ORDINALS))
-        whole_number("digits", self.digits, 2, 18)
+        whole_number("digits", self.digits, 2, MOST_DIGITS)
         slots("needle", self.needle, ("value",))
         slots("question", self.question, ("ordinal",))
         slots("answer_prefix", self.answer_prefix, ("ordinal",), required=())
 
     def plant(self, rng: random.Random, text: str) -> Planted:
         """See `NeedleGrid.plant`; needles are in the order of the text."""
-        values: list[str] = []
-        while len(values) < self.needles:
-            value = str(rng.randrange(10 ** (self.digits - 1), 10**self.digits))
-            if value not in values and value not in text:
-                values.append(value)
+        low, high = 10 ** (self.digits - 1), 10**self.digits
+        values = distinct(self.needles, lambda: str(rng.randrange(low, high)), text)
         chosen = rng.randrange(self.needles)
         names = {"ordinal": ORDINALS[chosen]}
         needles = tuple(self.needle.format(value=value) for value in values)

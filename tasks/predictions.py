@@ -18,6 +18,9 @@ from typing import Any
 Line = dict[str, Any]
 """One prediction, or the predictions of a whole task: a JSON object."""
 
+Rule = Callable[[str, Any], float]
+"""The score of a prediction and its references in the benchmark's format: a list, a text or a number."""
+
 JUDGES = ("authors", "kvpress")
 """The scorers of the benchmark's authors, or of kvpress, which has some of the benchmarks."""
 
@@ -31,6 +34,23 @@ def official(score: Callable[[], object]) -> Line:
         return {"score": score()}
     except RAISED as error:
         return {"score": None, "error": raised(error)}
+
+
+def judged(rule: Rule, sound: Rule | None, output: str, wanted: Any) -> tuple[float, Line]:  # noqa: ANN401
+    """The score of an official rule, 0 if it raises an error; with the corrected score of a broken one as measures."""
+    try:
+        score = rule(output, wanted)
+    except RAISED:
+        score = 0.0
+    return score, {} if sound is None else {"score": score, "score_sound": sound(output, wanted)}
+
+
+def corrected(rule: Rule, output: str, wanted: Any, name: str, task: str) -> Line:  # noqa: ANN401
+    """`score_sound` by a corrected rule. ValueError for references, in the field `name`, of another format."""
+    try:
+        return {"score_sound": rule(output, wanted)}
+    except RAISED as error:
+        raise ValueError(f"{name}={wanted!r:.60} does not have the format of {task} ({error})") from error
 
 
 def raised(error: Exception) -> str:

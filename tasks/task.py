@@ -224,6 +224,8 @@ class Task(ABC):
             value = getattr(self, item.name)
             if isinstance(value, Sequence) and not isinstance(value, str | tuple):
                 object.__setattr__(self, item.name, tuple(value))
+        if type(self).score is Task.score and type(self).judge is Task.judge:
+            raise TypeError(f"{type(self).__name__} has neither a method score nor a method judge")
         if not self.name.strip() or not self.name.isprintable():
             raise ConfigError("name", self.name, why="is not allowed, it must be a word that tables can show")
         choice("truncation", self.truncation, *TRUNCATIONS)
@@ -251,9 +253,15 @@ class Task(ABC):
         Example i depends only on the fields, the tokenizer and the seed, not on limit, so a run can be continued.
         """
 
-    @abstractmethod
     def score(self, output: str, example: Example) -> float:
-        """Score of one output, 0 to 1, higher is better. `output` is the new text only, without the answer prefix."""
+        """Score of one output, 0 to 1, higher is better. `output` is the new text only, without the answer prefix.
+
+        A task defines this method or `judge`. Raises ValueError if the task has no score for the output.
+        """
+        score, _ = self.judge(output, example)
+        if score is None:
+            raise ValueError(f"{self.name} has no score for a single output")
+        return score
 
     @property
     def thoughts(self) -> Thoughts | None:
@@ -287,6 +295,23 @@ def counts(task: Task, low: int, *names: str, high: int = LARGEST) -> None:
         value = getattr(task, item.name)
         if item.name in names and (value is not None or item.default is not None):
             whole_number(item.name, value, low, high)
+
+
+def several(task: Task, name: str, *allowed: str) -> None:
+    """Raise ConfigError unless a field is a list of different names, each of which is allowed."""
+    values = getattr(task, name)
+    if not isinstance(values, tuple) or not values or len(set(values)) < len(values):
+        raise ConfigError(name, values, why="is not allowed, it must be a list of different names")
+    for value in values:
+        choice(name, value, *allowed)
+
+
+def listed_numbers(task: Task, name: str) -> tuple[Any, ...]:
+    """The values of a field. Raises ConfigError unless it is a list that is not empty."""
+    values = getattr(task, name)
+    if not isinstance(values, tuple) or not values:
+        raise ConfigError(name, values, why="is not allowed, it must be a list of numbers")
+    return values
 
 
 def question_part(template: str, slot: str, context: str = "{context}") -> str:

@@ -160,18 +160,18 @@ class KvbenchLauncher(Launcher):
         share_cores()
         quiet()
         with short_errors():
-            from kvbench.run.run_config import plain
+            from kvbench.results.definition import Entry
+            from kvbench.run.run_config import plain  # torch, which a wrong configuration does not need
             from kvbench.sweeps import jobs
-            from kvbench.sweeps.compute import Composed  # torch, which a wrong configuration does not need
 
             common = set(job_overrides[0]).intersection(*job_overrides[1:])
-            composed = []
-            for overrides, config in zip(job_overrides, configs, strict=True):
-                choices = dict(config.hydra.runtime.choices)
-                title = " ".join(word for word in overrides if word not in common) or f"policy={choices['policy']}"
-                composed.append(Composed(title, plain(config), choices, folders()))
-            command = shlex.join(["kvbench", *sys.argv[1:]])
-            found = jobs.run_sweep(composed, command, jobs.Launcher(**self.fields))
+            entries, choices = [], [config.hydra.runtime.choices for config in configs]
+            for overrides, config, chosen in zip(job_overrides, configs, choices, strict=True):
+                title = " ".join(word for word in overrides if word not in common) or f"policy={chosen.policy}"
+                names = chosen.model, chosen.policy, chosen.task
+                entries.append(Entry(title, *names, None, plain(config), folder=str(Path.cwd())))
+            command, launcher = shlex.join(["kvbench", *sys.argv[1:]]), jobs.Launcher(**self.fields)
+            found = jobs.run_sweep(entries, folders(), choices[0].get("experiment"), command, launcher)
         failed = sum(status.error is not None for status in found)
         error = CompactHydraException(f"{failed} of {len(found)} runs failed")
         returns = []

@@ -54,7 +54,7 @@ def can_join(sequence: Sequence) -> bool:
         if not isinstance(store, SlotStore | ColumnLayer) or store.step_format is None:
             return False
         if isinstance(store, ColumnLayer):
-            tail = store.columns[0].tail.view("x")
+            tail = store.parts[0].columns[0].tail.view("x")
             shapes.add((*store.step_format[1:], tail.shape[1], tail.device))
             continue
         if store.starts is None and not store.slots.packed and store.free is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +13,9 @@ import pandas as pd
 
 from kvbench.errors import UsageError
 from kvbench.papers.layout import lay_out, layout, numbers, read_yaml, tables
-from kvbench.report.formats import FORMATS, write
-from kvbench.report.table import Table, text
-from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program, terminal_width
+from kvbench.report.formats import FORMATS, show
+from kvbench.report.table import Table
+from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program
 from kvbench.terminal.outputs import check_output
 
 OUT = "results/runs"
@@ -52,7 +52,8 @@ main = program(cli)
 @_output
 def list_tables(paper: str | None, output: Path | None) -> None:
     """List the tables of all papers or of one: contents, size, and how many numbers can be measured."""
-    _show(lambda: listing(paper), output)
+    _check(output)
+    show(listing(paper), output)
 
 
 @cli.command("show", cls=Command)
@@ -60,7 +61,8 @@ def list_tables(paper: str | None, output: Path | None) -> None:
 @_output
 def show_table(table: str, output: Path | None) -> None:
     """Print a published table, such as caote/table2, in the layout of its paper."""
-    _show(lambda: lay_out(table), output)
+    _check(output)
+    show(lay_out(table), output)
 
 
 @cli.command("run", cls=Command, help=f"Compute the runs of a table, then compare them.\n\n{_OVERRIDES}")
@@ -70,7 +72,7 @@ def show_table(table: str, output: Path | None) -> None:
 @_output
 def run_table(table: str, overrides: Sequence[str], is_small: bool, output: Path | None) -> int:
     """The exit code is 1 if runs failed."""
-    _check(table, output)
+    _check(output, table)
     words = [*(small(table, overrides) if is_small else ()), *overrides]
     code = run(table, words)
     _compare(table, Path(pairs(words, "limit=5").get("out", OUT)), words, output, is_small)
@@ -85,15 +87,16 @@ def run_table(table: str, overrides: Sequence[str], is_small: bool, output: Path
 @click.option("--runs", type=PATH, help=f"Folder of finished runs, such as {OUT}.")
 def compare_table(table: str, overrides: Sequence[str], is_small: bool, output: Path | None, runs: Path | None) -> None:
     """Print or write the comparison."""
-    _check(table, output)
+    _check(output, table)
     _compare(table, runs, [*(small(table, overrides) if is_small else ()), *overrides], output, is_small)
 
 
-def _check(table: str, output: Path | None) -> None:
+def _check(output: Path | None, table: str = "") -> None:
     """Refuse a wrong output and an unknown table before torch is imported."""
     if output is not None:
         check_output(output, tuple(FORMATS))
-    numbers(table)
+    if table:
+        numbers(table)
 
 
 def _compare(name: str, runs: Path | None, overrides: Sequence[str], output: Path | None, is_small: bool) -> None:
@@ -103,22 +106,8 @@ def _compare(name: str, runs: Path | None, overrides: Sequence[str], output: Pat
 
     model = pairs(overrides, "limit=5").get("model", "pocket")
     about = f"--small: measured on the model {model} with shorter prompts and budgets, not on the paper's. " * is_small
-
-    def table() -> Table:
-        made = compare(name, [] if runs is None else load_results(runs), overrides)
-        return replace(made, title=about + made.title)
-
-    _show(table, output)
-
-
-def _show(make: Callable[[], Table], output: Path | None) -> None:
-    """Print a table or write it."""
-    if output is None:
-        sys.stdout.write(text(make(), terminal_width()))
-        return
-    check_output(output, tuple(FORMATS))
-    write(make(), output)
-    sys.stdout.write(f"{output}\n")
+    made = compare(name, [] if runs is None else load_results(runs), overrides)
+    show(replace(made, title=about + made.title), output)
 
 
 def small(name: str, given: Sequence[str]) -> list[str]:

@@ -7,7 +7,6 @@ text of a paper are missing here. `results/paper/<paper>/README.md` lists omissi
 from __future__ import annotations
 
 import csv
-import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -15,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from kvbench.errors import UsageError
+from kvbench.results.labels import natural
 
 COLUMNS = ("paper", "table", "model", "method", "budget", "budget_kind", "task", "metric", "value", "note")
 FOLDER = Path(str(resources.files("kvbench.papers") / "data"))
@@ -62,7 +62,7 @@ def tables(paper: str | None = None) -> tuple[str, ...]:
         return tuple(name for paper in papers() for name in tables(paper))
     if paper not in papers():
         raise UsageError(f"paper {paper!r} has no published tables{_meant(paper, papers())}")
-    return tuple(f"{paper}/{stem}" for stem in sorted((p.stem for p in (FOLDER / paper).glob("*.csv")), key=_natural))
+    return tuple(f"{paper}/{stem}" for stem in sorted((p.stem for p in (FOLDER / paper).glob("*.csv")), key=natural))
 
 
 @cache
@@ -77,11 +77,6 @@ def read_table(name: str) -> tuple[Number, ...]:
         return tuple(_number(row) for row in csv.DictReader(file))
 
 
-def all_numbers() -> tuple[Number, ...]:
-    """Every published number of every table."""
-    return tuple(number for name in tables() for number in read_table(name))
-
-
 def _number(row: dict[str, str]) -> Number:
     printed, budget = row.pop("value"), row.pop("budget")
     kind = int if row["budget_kind"] == "tokens_per_head" else float
@@ -91,8 +86,3 @@ def _number(row: dict[str, str]) -> Number:
 def _meant(name: str, allowed: tuple[str, ...]) -> str:
     close = get_close_matches(name, allowed)
     return f", did you mean {' or '.join(close)}?" if close else f" (there are {', '.join(papers())})"
-
-
-def _natural(stem: str) -> tuple[tuple[int, str], ...]:
-    """The sort key of natural order: table2 before table10."""
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", stem) if part)

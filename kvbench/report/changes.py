@@ -38,10 +38,7 @@ def _share(share: Share | None) -> str | None:
 
 
 def _difference(one: Difference | None, digits: int) -> str | None:
-    if one is None:
-        return None
-    mark = "*" if one.claims else " "
-    return f"{one.mean:+.{digits}f} ({one.low:+.{digits}f}..{one.high:+.{digits}f}){mark}"
+    return None if one is None else one.text(digits, digits)
 
 
 def _mean(mean: float | None, low: float | None, high: float | None) -> str | None:

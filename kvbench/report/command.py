@@ -14,15 +14,15 @@ import click
 from kvbench.errors import UsageError
 from kvbench.report.changes import changes_table
 from kvbench.report.curves import at_size_table, smallest_table
-from kvbench.report.formats import FORMATS, renamed, write
+from kvbench.report.formats import FORMATS, renamed, show
 from kvbench.report.price import price_table
-from kvbench.report.table import Table, chosen, results_table, text
+from kvbench.report.table import Table, chosen, results_table
 from kvbench.report.table import pivot as pivoted
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
 from kvbench.results.result import Result, load_results
 from kvbench.tasks.trust import trust_option
-from kvbench.terminal.command import PATH, Command, terminal_width
+from kvbench.terminal.command import PATH, Command
 from kvbench.terminal.outputs import check_output
 
 TIDY = (".csv", ".parquet")
@@ -88,13 +88,9 @@ def collect(
             raise UsageError(f"--columns {name} is not a column (allowed: {', '.join(known)})")
     if output is not None and tidy:
         _write_tidy(rows, names, output)
+        sys.stdout.write(f"{len(rows)} rows -> {output}\n")
     else:
-        shown = renamed(_table(rows, names, **kinds), others, precision)
-        if output is None:
-            sys.stdout.write(text(shown, terminal_width()))
-            return
-        write(shown, output)
-    sys.stdout.write(f"{len(rows)} rows -> {output}\n")
+        show(renamed(_table(rows, names, **kinds), others, precision), output, f"{len(rows)} rows")
 
 
 _KINDS: dict[str, Callable[[Sequence[Result]], Table]] = {

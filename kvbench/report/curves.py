@@ -21,7 +21,7 @@ from kvbench.results.curves import (
 )
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
-from kvbench.results.statistics import FEWEST, Difference, mean_interval
+from kvbench.results.statistics import FEWEST, mean_interval
 
 NAMES = ("model", "task", "policy")
 AT_SIZE = (*NAMES, "kept (95% CI)", "5-95%", "most held", "score", "rival", "at this size", "difference (95% CI)")
@@ -90,12 +90,7 @@ def _control(row: Result, control: Result) -> list[str]:
     pair = paired(control.outcomes, row.outcomes)
     if pair is None or pair.difference.n < FEWEST:
         return [f"{control.score:.3f}", NONE]
-    return [f"{control.score:.3f}", _written(pair.difference)]
-
-
-def _written(difference: Difference) -> str:
-    mark = "*" if difference.claims else ""
-    return f"{difference.mean:+.3f} ({difference.low:+.3f}..{difference.high:+.3f}){mark}"
+    return [f"{control.score:.3f}", pair.difference.text().rstrip()]
 
 
 def _rival(row: Result, runs: Sequence[Result]) -> list[str]:
@@ -103,7 +98,7 @@ def _rival(row: Result, runs: Sequence[Result]) -> list[str]:
     difference = None if curves is None else difference_at(*curves)
     if curves is None or difference is None:
         return [NONE, NONE]
-    return [f"{curves[0].scores[0] - difference.mean:.3f}", _written(difference)]
+    return [f"{curves[0].scores[0] - difference.mean:.3f}", difference.text().rstrip()]
 
 
 def smallest_table(rows: Sequence[Result]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvbench.errors import UsageError
 from kvbench.report.table import NONE, RIGHT, Table, text
 from kvbench.results.files import write_atomically
+from kvbench.terminal.command import terminal_width
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -136,6 +138,15 @@ def html(table: Table) -> str:
 
 
 FORMATS: dict[str, Callable[[Table], str]] = {".txt": text, ".md": markdown, ".tex": latex}
+
+
+def show(table: Table, output: Path | None, made: str = "") -> None:
+    """Print a table for the terminal, or write it and print its path. made: its contents, such as "9 rows"."""
+    if output is None:
+        sys.stdout.write(text(table, terminal_width()))
+        return
+    write(table, output)
+    sys.stdout.write(f"{made} -> {output}\n" if made else f"{output}\n")
 
 
 def write(table: Table, path: Path) -> None:

@@ -59,11 +59,10 @@ def _cells(row: Result, own: Result) -> list[str] | None:
     if row is own or pair is None or row.score is None or own.score is None:
         return None
     price = pair.difference
-    excludes = price.n >= FEWEST and not price.low <= 0 <= price.high
-    interval = f" ({price.low:+.3f}..{price.high:+.3f})" + "*" * excludes if price.n >= FEWEST else ""
+    written = price.text().rstrip() if price.n >= FEWEST else f"{price.mean:+.3f}"
     unit, heads = _constraint(row)
     store = row.identity["policy"].get("store") or {}
     sizes = [f"{row.kept_tokens:.1f}" if row.kept_tokens is not None else "-"]
     sizes.append(f"{row.cache_bytes / 2**20:.3f}" if row.cache_bytes is not None else "-")
-    numbers = [*sizes, f"{row.score:.3f}", f"{own.score:.3f}", f"{price.mean:+.3f}{interval}"]
+    numbers = [*sizes, f"{row.score:.3f}", f"{own.score:.3f}", written]
     return [row.model, row.task, row.policy, str(row.budget), unit, heads, str(store.get("free", "-")), *numbers]

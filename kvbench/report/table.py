@@ -130,8 +130,7 @@ def _against(row: Result) -> str | None:
     difference, digits = row.difference, 4 if row.reads else 3
     if difference is None:
         return f"{row.gap.nll:+.4f} " if row.gap else None
-    ends = f"{difference.low:+.{digits - 1}f}..{difference.high:+.{digits - 1}f}"
-    return f"{difference.mean:+.{digits}f} ({ends}){'*' if difference.claims else ' '}"
+    return difference.text(digits, digits - 1)
 
 
 def _share(row: Result) -> str | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager, suppress
+from contextlib import chdir, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -30,9 +29,12 @@ _HEAD = "# The runs of this folder's sweeps: `kvbench sweep status FOLDER` shows
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of a sweep. config: the resolved configuration. error: why it cannot run."""
+    """One run of a sweep. config: the resolved configuration. error: why it cannot run.
 
-    title: str  # the overrides that differ between runs: "policy=snapkv budget=64"
+    limit, run_id, changed and identity are known once the configuration is checked.
+    """
+
+    title: str  # the overrides that other runs do not have: "policy=snapkv budget=64"
     model: str  # names of presets
     policy: str
     task: str
@@ -62,10 +64,9 @@ class Entry:
         return self.run_id or self.title
 
     @property
-    def budget(self) -> int | float | str | None:
-        """The configured budget; None for a policy without one."""
-        budget: int | float | str | None = (self.identity or self.config)["budget"]
-        return budget
+    def names(self) -> dict[str, str]:
+        """The names of the presets."""
+        return {"model": self.model, "policy": self.policy, "task": self.task}
 
     @property
     def group(self) -> str:
@@ -135,12 +136,9 @@ def folder_identity(out: Path) -> str:
     path = out / SWEEP_FOLDER / "identity"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        digits = uuid4().hex
-        fresh = path.with_name(digits)
-        fresh.write_text(digits, encoding="utf-8")
-        with suppress(FileExistsError):  # of two processes, the first one decides
-            os.link(fresh, path)
-        fresh.unlink()
+        with held(path.parent, wait=True):
+            if not path.exists():  # of two processes, the first one decides
+                write_atomically(path, uuid4().hex)
     return path.read_text(encoding="utf-8")
 
 

@@ -1,12 +1,7 @@
-"""Computes the numbers of tables and of `metrics.json` from samples: means over prompts, intervals, groups.
-
-`metrics.json` also has a digest of the samples and the code that its numbers were computed from.
-"""
+"""Computes the numbers of tables and of `metrics.json` from samples: means over prompts, intervals, groups."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -18,22 +13,15 @@ from typing import Any, Literal
 
 from kvbench.results import statistics
 from kvbench.results.files import write_json
-from kvbench.results.samples import FILE_NAME as SAMPLES
 from kvbench.results.samples import Likelihood, Sample
 from kvbench.results.statistics import FEWEST, mean_interval, stratified_interval, weighted_interval
 from kvbench.tasks.scores import by_subset, scores_of, subsets_by, summary, summary_module
 
 FILE_NAME = "metrics.json"
-DIGEST = "computed_from"
-"""The key of the digest: of the bytes of the samples and of the code that computes the numbers."""
-_CODE = b"".join(Path(file).read_bytes() for file in (__file__, str(statistics.__file__)))
+CODE = b"".join(Path(file).read_bytes() for file in (__file__, str(statistics.__file__)))
+"""The code that computes the numbers."""
 GROUP_KEYS = ("task", "length", "depth")
 """Metadata keys by which scores are also grouped, in addition to the keys in metadata["groups"]."""
-
-
-def code() -> bytes:
-    """The code that computes the numbers."""
-    return _CODE
 
 
 def of_prompts(samples: Sequence[Sample]) -> list[Sample]:
@@ -53,11 +41,6 @@ def prompts_of(samples: Sequence[Sample]) -> list[list[Sample]]:
 def _mean_score(answers: Sequence[Sample]) -> float | None:
     scores = [answer.score for answer in answers if answer.score is not None]
     return fmean(scores) if len(scores) == len(answers) else None
-
-
-def _official(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """The benchmark's own aggregates, of answers without the thoughts before them."""
-    return summary([one if one.answer is None else replace(one, output=one.answer) for one in samples])
 
 
 def average_intervals(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
@@ -109,22 +92,20 @@ def _end_of(
     return compute
 
 
+def _per_head(tokens: Sequence[Sequence[int]] | None) -> float | None:
+    """Mean over layers and KV heads."""
+    return fmean(n for layer in tokens for n in layer) if tokens else None
+
+
 def mean_kept(sample: Sample) -> float | None:
     """Tokens held at the end, mean over layers and KV heads."""
-    return fmean(n for layer in sample.kept_tokens for n in layer) if sample.kept_tokens else None
+    return _per_head(sample.kept_tokens)
 
 
 def mean_unmasked(sample: Sample) -> float | None:
     """Tokens held at the end whose keys are not masked, mean over layers and KV heads, if a press masks any."""
-    if not sample.masked_tokens or not sample.kept_tokens:
-        return None
-    masked = fmean(n for layer in sample.masked_tokens for n in layer)
-    return fmean(n for layer in sample.kept_tokens for n in layer) - masked
-
-
-def mean_read(sample: Sample) -> float | None:
-    """Tokens that the last decoded token attended to, mean over layers and KV heads, with sparse attention."""
-    return fmean(n for layer in sample.read_tokens for n in layer) if sample.read_tokens else None
+    kept, masked = _per_head(sample.kept_tokens), _per_head(sample.masked_tokens)
+    return None if kept is None or masked is None else kept - masked
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -204,7 +185,7 @@ class Numbers:
     )
     read_tokens: float | None = number(
         "sparse attention: tokens that the last decoded token attended to; mean over examples, layers, KV heads",
-        _mean_of(mean_read),
+        _mean_of(lambda sample: _per_head(sample.read_tokens)),
     )
     read_bytes: float | None = number("sparse attention: keys, values, positions, summaries it read; mean per example")
     unmasked_tokens: float | None = number(
@@ -246,7 +227,8 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         **_score(samples),
         **values,
         "likelihood": _likelihood(samples),
-        "official": _official(samples),
+        # without the thoughts before the answers
+        "official": summary([s if s.answer is None else replace(s, output=s.answer) for s in samples]),
         "official_intervals": average_intervals(samples),
         "groups": _groups(samples),
     }
@@ -261,10 +243,14 @@ def running(samples: Sequence[Sample], bounded: bool) -> dict[str, Any]:
     if not read:
         return {k: v for k, v in _score(samples).items() if k != "interval"} if bounded else {"score": fmean(scores)}
     found = {"nll": token_mean(read), "perplexity": exp(min(token_mean(read), 700.0))}
-    if bounded and len(read) >= FEWEST:
-        interval = weighted_interval([x.nll for x in read], [x.tokens for x in read])
+    if bounded and (interval := _nll_interval(read)):
         found |= {"nll_low": interval.low, "nll_high": interval.high}
     return found
+
+
+def _nll_interval(read: Sequence[Likelihood]) -> statistics.Interval | None:
+    """The interval of the mean NLL over texts; None for fewer than 5."""
+    return weighted_interval([x.nll for x in read], [x.tokens for x in read]) if len(read) >= FEWEST else None
 
 
 def _score(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -293,10 +279,7 @@ def _likelihood(samples: Sequence[Sample]) -> dict[str, Any] | None:
         return None
     if len(read) < len(samples):  # as with scores: no mean over the other texts
         return {"nll": None, "perplexity": None}
-    nll = token_mean(read)
-    interval = None
-    if len(read) >= FEWEST:
-        interval = weighted_interval([x.nll for x in read], [x.tokens for x in read])
+    nll, interval = token_mean(read), _nll_interval(read)
     return {
         "mean_over": "tokens",
         "nll": nll,
@@ -359,38 +342,11 @@ def _groups(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
 def write_metrics(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     """Compute and write the numbers of a finished run. Raises OSError."""
     found = metrics(samples)
-    write_json(folder / FILE_NAME, {**found, DIGEST: _digest(folder, samples)})
+    write_json(folder / FILE_NAME, found)
     return found
-
-
-def read_metrics(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
-    """The numbers of a run with these samples: read if the digest fits, otherwise computed.
-
-    The aggregates of a benchmark's own code are always computed, because the digest may not cover that code.
-    """
-    found = summed_up(folder, samples)
-    return metrics(samples) if found is None else {**found, "official": _official(samples)}
 
 
 @cache
 def keys() -> frozenset[str]:
-    """The keys of metrics.json, besides its digest."""
+    """The keys of metrics.json."""
     return frozenset(metrics(()))
-
-
-def summed_up(folder: Path, samples: Sequence[Sample]) -> dict[str, Any] | None:
-    """The content of metrics.json if it is complete and its digest fits the samples and this code, else None."""
-    try:
-        numbers: dict[str, Any] = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
-        fits = numbers.pop(DIGEST) == _digest(folder, samples) and len(of_prompts(samples)) == numbers["n"]
-        if fits and numbers.keys() == keys():
-            return numbers
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # missing, or of another version
-        pass
-    return None
-
-
-def _digest(folder: Path, samples: Sequence[Sample]) -> str:
-    benchmark = summary_module(samples)
-    code = _CODE if benchmark is None else _CODE + Path(str(benchmark.__file__)).read_bytes()
-    return hashlib.sha256(code + (folder / SAMPLES).read_bytes()).hexdigest()

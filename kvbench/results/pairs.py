@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvbench.results.statistics import Difference, paired_difference
 from kvbench.results.summary import Outcome
 
@@ -16,11 +14,10 @@ from kvbench.results.summary import Outcome
 class Paired:
     """Difference between `second` and `first` on shared prompts: in score, or in NLL for given texts.
 
-    spread: standard deviation of the difference per example. read: the outcomes of both, for given texts.
+    read: the outcomes of both, for given texts.
     """
 
     difference: Difference
-    spread: float
     read: tuple[tuple[Outcome, Outcome], ...] = ()
 
 
@@ -54,5 +51,4 @@ def paired(first: Sequence[Outcome], second: Sequence[Outcome]) -> Paired | None
     if not values:
         return None
     weights = [float(b.tokens or 0) for _, b in read] or None
-    difference = paired_difference([a for a, _ in values], [b for _, b in values], weights=weights)
-    return Paired(difference, float(np.std([b - a for a, b in values])), read)
+    return Paired(paired_difference([a for a, _ in values], [b for _, b in values], weights=weights), read)

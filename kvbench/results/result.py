@@ -31,7 +31,7 @@ from kvbench.results.labels import (
     usual,
 )
 from kvbench.results.metrics import FILE_NAME as METRICS
-from kvbench.results.metrics import Numbers, by_value, metrics, read_metrics, token_mean
+from kvbench.results.metrics import Numbers, by_value, metrics, token_mean
 from kvbench.results.pairs import NLLGap, Paired, paired, shared
 from kvbench.results.samples import FILE_NAME, Sample, read_samples
 from kvbench.results.session import machine, other_versions
@@ -271,7 +271,7 @@ def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> 
         file = "config.yaml"
         config = read_yaml(folder / file)
         file = "config.yaml or environment.json"
-        found = _result(folder, samples, config, read_metrics(folder, samples))
+        found = _result(folder, samples, config, metrics(samples))
         if not (whole or limit is not None) and found.finished:  # hundreds of runs would fill the memory
             found = replace(found, samples=StoredSamples(folder / FILE_NAME, len(samples), outcomes_of(samples)))
         return found

@@ -48,6 +48,10 @@ class Difference:
         """Whether the two differ: the interval excludes 0, and there are at least FEWEST examples."""
         return self.n >= FEWEST and not self.low <= 0 <= self.high
 
+    def text(self, digits: int = 3, ends: int = 3) -> str:
+        """Mean, interval and, if it claims something, a star: `+0.100 (+0.050..+0.150)*`; otherwise a space."""
+        return f"{self.mean:+.{digits}f} ({self.low:+.{ends}f}..{self.high:+.{ends}f}){'*' if self.claims else ' '}"
+
 
 def mean_interval(scores: Sequence[float], seed: int = 0) -> Interval:
     """95% interval of the mean of per-example scores.

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,6 @@ from kvbench.run.run_config import typed
 from kvbench.terminal.command import write_message
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Composed:
-    """A composed configuration. title: its overrides that other jobs do not have. choices: the name of each group."""
-
-    title: str
-    config: Mapping[str, Any]
-    choices: Mapping[str, str]
-    folders: Sequence[Path] = ()
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A run as sweep.yaml records it, and as it is computed. run: None if a value is wrong, see `entry.error`."""
-
-    entry: Entry
-    run: Run | None = None
 
 
 class Messages:
@@ -66,61 +48,56 @@ class Messages:
                 )
 
 
-def plan(composed: Sequence[Composed], elsewhere: bool = False) -> tuple[list[Planned], list[str]]:
-    """All runs, each once, in order, and the key of the run of each configuration.
+def plan(
+    entries: Sequence[Entry], folders: Sequence[Path] = (), elsewhere: bool = False
+) -> tuple[list[Entry], dict[str, Run]]:
+    """The checked entries of configurations, in order, and the runs by key. Equal runs are one entry.
 
-    elsewhere: other machines compute them, so this one does not need their devices. A wrong value is printed and kept
-    as the error of its run; it raises UsageError if there is only one configuration.
+    folders: of the user's configurations. elsewhere: other machines compute the runs, so this one does not need their
+    devices. A wrong value is printed and kept as the error of its entry, which has no run; it raises UsageError if
+    there is only one configuration.
     """
-    found: dict[str, Planned] = {}
+    found: dict[str, Entry] = {}
+    runs: dict[str, Run] = {}
     keys, messages = [], Messages()
-    for one in composed:
+    for entry in entries:
         try:
-            planned = _planned(one, elsewhere)
+            config = typed(entry.config, entry.names, folders)
+            if elsewhere:
+                config = replace(config, device="auto", engine=replace(config.engine, cuda_graph=False))
+            run = build_run(config)
         except UsageError as error:
-            if len(composed) == 1:
+            if len(entries) == 1:
                 raise
-            messages.print(one.title, str(error))
-            planned = Planned(replace(_entry(one), error=str(error)))
-        key = planned.entry.key
-        keys.append(key)
-        if key not in found or _limit(planned) > _limit(found[key]):  # of equal runs the one with more examples
-            found[key] = planned
+            messages.print(entry.title, str(error))
+            found[entry.key] = replace(entry, error=str(error))
+            keys.append(entry.key)
+            continue
+        keys.append(run.run_id)
+        if run.run_id not in runs or _limit(run) > _limit(runs[run.run_id]):  # of equal runs that with most examples
+            runs[run.run_id] = run
+            found[run.run_id] = replace(
+                entry, limit=run.limit, run_id=run.run_id, changed=run.changed, identity=run.identity
+            )
     messages.print_counts()
-    return list(found.values()), keys
+    return [found[key] for key in keys], runs
 
 
-def _entry(one: Composed) -> Entry:
-    choices = one.choices
-    names = choices["model"], choices["policy"], choices["task"]
-    return Entry(one.title, *names, None, dict(one.config), folder=str(Path.cwd()))
+def _limit(run: Run) -> float:
+    return float("inf") if run.limit is None else run.limit
 
 
-def _limit(planned: Planned) -> float:
-    return float("inf") if planned.entry.limit is None else planned.entry.limit
-
-
-def _planned(one: Composed, elsewhere: bool) -> Planned:
-    config = typed(one.config, one.choices, one.folders)
-    if elsewhere:
-        config = replace(config, device="auto", engine=replace(config.engine, cuda_graph=False))
-    run = build_run(config)
-    entry = replace(_entry(one), limit=run.limit, run_id=run.run_id, changed=run.changed, identity=run.identity)
-    return Planned(entry, run)
-
-
-def rebuilt(entry: Entry, out: Path) -> Planned:
+def rebuilt(entry: Entry, out: Path) -> Run:
     """The run of an entry read from `out`. Raises UsageError if it is no longer the same run."""
-    choices = {"model": entry.model, "policy": entry.policy, "task": entry.task}
     with entry.working_folder():
-        run = build_run(typed({**entry.config, "out": str(out)}, choices))
+        run = build_run(typed({**entry.config, "out": str(out)}, entry.names))
         run_id = run.run_id  # it contains digests of files below this folder
     if run_id != entry.run_id:
         raise UsageError(
             f"{entry.run_id} is now {run_id}: its code, its model or a file that it reads has changed since the "
             "sweep started; run its command again"
         )
-    return Planned(entry, replace(run, changed=entry.changed, config=entry.config))
+    return replace(run, changed=entry.changed, config=entry.config)
 
 
 def message_of(error: BaseException) -> str:
@@ -139,14 +116,10 @@ def is_expected(error: BaseException) -> bool:
 
 # --- trackers (`logger=`) --------------------------------------------------------------------------------------------
 class SweepCallback(RunCallback):
-    """A run callback with a method for the end of a sweep."""
+    """A run callback with a method for the end of a sweep. This one does nothing: `logger=none`."""
 
     def close(self, records: Sequence[Result] = ()) -> None:
         """Called at the end. records: all finished runs of the sweep; empty if this process computed only some."""
-
-
-class NoLogger(SweepCallback):
-    """`logger=none`."""
 
 
 def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepCallback:
@@ -156,13 +129,13 @@ def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepCallback:
     the tracker is logged as a warning.
     """
     if not logger:
-        return NoLogger()
+        return SweepCallback()
     with refusing_in("logger", logger, "logger: "):
         tracker = build(logger)
         if not hasattr(tracker, "watch"):
             raise ValueError(f"logger._target_={logger.get('_target_')} is not a logger")
         callback: SweepCallback | None = tracker.watch(sweep)
-    return NoLogger() if callback is None else Guarded(callback, getattr(tracker, "label", type(tracker).__name__))
+    return SweepCallback() if callback is None else Guarded(callback, getattr(tracker, "label", type(tracker).__name__))
 
 
 class Guarded(SweepCallback):
@@ -190,7 +163,7 @@ class Guarded(SweepCallback):
     def close(self, records: Sequence[Result] = ()) -> None:
         """Pass on the end of the sweep. A second call does nothing."""
         self._pass("close", records)
-        self._watch = NoLogger()
+        self._watch = SweepCallback()
 
     def _pass(self, event: str, *arguments: object) -> None:
         try:
@@ -199,7 +172,7 @@ class Guarded(SweepCallback):
             log.warning(
                 "logger=%s failed (%s) and is disabled; results are complete in out", self._name, one_line(error)
             )
-            self._watch = NoLogger()
+            self._watch = SweepCallback()
 
 
 # --- computing -------------------------------------------------------------------------------------------------------
@@ -244,31 +217,30 @@ class Recorder(RunCallback):
             log.warning("the state of %s cannot be written (%s)", run.run_id, reason.strerror)
 
 
-def compute(runs: Sequence[Planned], out: Path, tracker: SweepCallback) -> list[str]:
+def compute(entries: Sequence[Entry], runs: Mapping[str, Run], out: Path, tracker: SweepCallback) -> list[str]:
     """Compute the missing examples of the runs of a sweep; returns the error messages of runs that failed.
 
-    They are also printed, and written to the state of their run.
+    runs: by the keys of their entries. Messages are also printed, and written to the state of their run.
     """
-    recorder = Recorder({one.entry.key: one.entry.title for one in runs}, out, tracker)
+    recorder = Recorder({entry.key: entry.title for entry in entries}, out, tracker)
     try:
-        for folder in dict.fromkeys(one.entry.folder for one in runs):  # data is read while runs are computed
-            some = [one for one in runs if one.entry.folder == folder]
-            with some[0].entry.working_folder():
-                compute_runs([one.run for one in some if one.run is not None], recorder)
+        for folder in dict.fromkeys(entry.folder for entry in entries):  # data is read while runs are computed
+            some = [entry for entry in entries if entry.folder == folder]
+            with some[0].working_folder():
+                compute_runs([runs[entry.key] for entry in some if entry.key in runs], recorder)
     finally:
         recorder.messages.print_counts()
     return recorder.errors
 
 
-def run_one(composed: Composed) -> float | None:
+def run_one(entry: Entry, folders: Sequence[Path]) -> float | None:
     """Compute one run, print its table and return its score. Raises the error that kept it from being complete."""
-    planned, _ = plan([composed])
-    run = planned[0].run
-    assert run is not None, "a wrong value of a single run raises an error"
-    if composed.config["dry_run"] is True:
-        print_plan(planned)
+    (entry,), runs = plan([entry], folders)
+    run = runs[entry.key]
+    if entry.config["dry_run"] is True:
+        print_plan([entry], runs)
         return None
-    tracker = make_watch(composed.config["logger"], None)
+    tracker = make_watch(entry.config["logger"], None)
     try:
         (error,) = compute_runs([run], tracker)
     finally:
@@ -284,11 +256,11 @@ def run_one(composed: Composed) -> float | None:
     return result.value
 
 
-def print_plan(runs: Sequence[Planned]) -> None:
+def print_plan(entries: Sequence[Entry], runs: Mapping[str, Run]) -> None:
     """Print how many prompts and tokens each run has, and the first prompt; nothing is computed."""
     shown, counts = "", []
     made: dict[tuple[str, int | None], Any] = {}
-    for entry, run in ((one.entry, one.run) for one in runs if one.run is not None):
+    for entry, run in ((entry, runs[entry.key]) for entry in entries if entry.key in runs):
         if (entry.group, run.limit) not in made:
             made[entry.group, run.limit] = make_prompts(run)
         prompts = made[entry.group, run.limit]

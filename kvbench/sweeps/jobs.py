@@ -34,7 +34,7 @@ from kvbench.terminal.command import write_message
 
 if TYPE_CHECKING:
     from kvbench.results.result import Result
-    from kvbench.sweeps.compute import Composed, Planned
+    from kvbench.run.run import Run
 
 
 POLL_SECONDS = 1.0
@@ -209,48 +209,56 @@ def print_statuses(found: Sequence[Status]) -> None:
 
 
 # --- launching -------------------------------------------------------------------------------------------------------
-def run_sweep(composed: Sequence[Composed], command: str, launcher: Launcher) -> list[Status]:
-    """Compute or submit the runs of a sweep and print their table; the status of each configuration, in order."""
+def run_sweep(
+    given: Sequence[Entry], folders: Sequence[Path], experiment: str | None, command: str, launcher: Launcher
+) -> list[Status]:
+    """Compute or submit the runs of a sweep and print their table; the status of each configuration, in order.
+
+    given: the configurations. folders: of the user's configurations.
+    """
     from kvbench.run.run import out_folder
     from kvbench.sweeps.compute import plan, print_plan
 
-    out = out_folder(_same("out", composed))
-    _same("logger", composed)
-    runs, keys = plan(composed, elsewhere=launcher.cluster == "slurm")
-    if any(one.config["dry_run"] is True for one in composed):
-        print_plan(runs)
-        found = [Status(one.entry, FINISHED) for one in runs]
+    out = out_folder(_same("out", given))
+    _same("logger", given)
+    planned, runs = plan(given, folders, elsewhere=launcher.cluster == "slurm")
+    entries = tuple({entry.key: entry for entry in planned}.values())
+    if any(entry.config["dry_run"] is True for entry in given):
+        print_plan(entries, runs)
+        found = [Status(entry, FINISHED) for entry in entries]
     else:
-        name = sweep_name(out, composed[0].choices.get("experiment"))
-        entries = tuple(one.entry for one in runs)
-        sweep = Definition(name, (command,), vars(launcher), versions(), entries)
-        found = launch(out, runs, write_definition(out, sweep), launcher)
+        sweep = Definition(sweep_name(out, experiment), (command,), vars(launcher), versions(), entries)
+        found = launch(out, entries, runs, write_definition(out, sweep), launcher)
     by_key = {status.entry.key: status for status in found}
-    return [by_key[key] for key in keys]
+    return [by_key[entry.key] for entry in planned]
 
 
-def _same(name: str, composed: Sequence[Composed]) -> Any:  # noqa: ANN401 - a value of the configuration
+def _same(name: str, entries: Sequence[Entry]) -> Any:  # noqa: ANN401 - a value of the configuration
     """The value that all configurations of a sweep must share. Raises UsageError."""
-    values = [one.config[name] for one in composed]
+    values = [entry.config[name] for entry in entries]
     if any(value != values[0] for value in values):
         raise UsageError(f"{name} must be the same for all runs of a sweep")
     return values[0]
 
 
-def launch(out: Path, runs: Sequence[Planned], sweep: Definition, launcher: Launcher) -> list[Status]:
-    """Compute or submit planned runs of a sweep; a run that fails does not stop the others."""
-    entries = [one.entry for one in runs]
+def launch(
+    out: Path, entries: Sequence[Entry], runs: Mapping[str, Run], sweep: Definition, launcher: Launcher
+) -> list[Status]:
+    """Compute or submit planned runs of a sweep; a run that fails does not stop the others.
+
+    runs: by the keys of their entries; jobs build them again.
+    """
     if launcher.in_process:
-        from kvbench.sweeps.compute import NoLogger, compute, make_watch
+        from kvbench.sweeps.compute import Guarded, compute, make_watch
 
         tracker = make_watch(entries[0].config["logger"], sweep.name)
         try:
-            compute(runs, out, tracker)
+            compute(entries, runs, out, tracker)
         except KeyboardInterrupt:
             print_results(out, entries)
             raise
         finally:
-            tracked = () if isinstance(tracker, NoLogger) else statuses(out, sweep.runs)
+            tracked = statuses(out, sweep.runs) if isinstance(tracker, Guarded) else ()
             tracker.close([result for one in tracked if (result := _result(out, one)) is not None])
         return print_results(out, entries)
     jobs = _submit(out, entries, sweep.name, launcher)

@@ -147,7 +147,8 @@ class Submission:
         with entries[0].working_folder():
             tracker = make_watch(entries[0].config["logger"], definition.name)
         try:
-            failed = compute([rebuilt(entry, self.out) for entry in entries], self.out, tracker)
+            runs = {entry.key: rebuilt(entry, self.out) for entry in entries}
+            failed = compute(entries, runs, self.out, tracker)
         finally:
             tracker.close()
         if failed:

@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from kvbench import __version__
 from kvbench.errors import UsageError, one_line
@@ -183,20 +182,14 @@ class Commands(click.Group):
             formatter.write_dl([(name, about) for name, (_, about) in self.places.items()])
 
 
-class PathType(click.ParamType[Path]):
+class PathType(click.Path):
     """A path; an empty text, which would be the working directory, is refused."""
-
-    name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:  # noqa: ANN401
         """The path of an argument."""
         if not str(value).strip():
             self.fail(f"{value!r} is not a path", param, ctx)
         return Path(value)
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Files and folders, which the shell lists."""
-        return [CompletionItem(incomplete, type="file")]
 
 
 PATH = PathType()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import click
 from click.shell_completion import BashComplete, CompletionItem, add_completion_class, shell_complete
 
+from kvbench.terminal.command import Commands
+
 
 class Bash(BashComplete):
     """Bash splits words at `=`, and completes only the part behind it."""
@@ -31,20 +33,12 @@ class Bash(BashComplete):
         return f"{item.type},{value}{'' if value.endswith('=') or item.type != 'plain' else ' '}"
 
 
-class Overrides(click.Group):
+class Overrides(Commands):
     """Completes sub-commands, and overrides where none is named. fields: the words that continue an incomplete one."""
 
-    def __init__(self, commands: click.Group, fields: Callable[[str], Sequence[str]]) -> None:
-        super().__init__(commands.name)
-        self.commands_of, self.fields = commands, fields
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """The sub-commands."""
-        return self.commands_of.list_commands(ctx)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """A sub-command."""
-        return self.commands_of.get_command(ctx, cmd_name)
+    def __init__(self, commands: Commands, fields: Callable[[str], Sequence[str]]) -> None:
+        super().__init__(str(commands.name), commands.places, "")
+        self.fields = fields
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """A sub-command as the first word, fields, and the names of a group after `policy=`."""
@@ -52,7 +46,7 @@ class Overrides(click.Group):
         return [CompletionItem(word) for word in (*names, *self.fields(incomplete)) if word.startswith(incomplete)]
 
 
-def complete(commands: click.Group, fields: Callable[[str], Sequence[str]], instruction: str, variable: str) -> int:
+def complete(commands: Commands, fields: Callable[[str], Sequence[str]], instruction: str, variable: str) -> int:
     """Print the script of a shell (`bash_source`) or the completions it asks for; returns the exit code."""
     add_completion_class(Bash)
     return shell_complete(Overrides(commands, fields), {}, "kvbench", variable, instruction)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.code_formats import Format
-from kvbench.policies.observation import Observation
+from kvbench.kernels.group_formats import Form
+from kvbench.policies.observation import Memory, Observation, State
 from kvbench.policies.stores.code_attention import Outliers
-from kvbench.policies.stores.columns import CodedLayer
+from kvbench.policies.stores.columns import Columns
 from kvbench.policies.stores.store import Store
 
 
@@ -86,11 +87,8 @@ class Coding(Store):
         return None
 
     # --- tokens coded in groups: what differs from KIVI ------------------------------------------------------------
-    growing: ClassVar[tuple[int, int]] = (1, 1)
-    """Entries that the codes of keys and of values reserve at once while decoding."""
-
     statistics: ClassVar[tuple[str, ...]] = ()
-    """Statistics of the prompt's tokens that the store itself keeps."""
+    """Statistics of the prompt's tokens that the store itself keeps; `memory` has them once it is complete."""
 
     watches: ClassVar[bool] = False
     """Whether `observe` needs the queries of the prompt."""
@@ -105,31 +103,29 @@ class Coding(Store):
         """Why all KV heads must hold equally many tokens; "" if they need not."""
         return ""
 
-    @property
-    def one_run(self) -> bool:
-        """Whether the codes of later tokens follow those of earlier ones, entry by entry."""
-        return True
+    growing: ClassVar[tuple[int | None, int | None]] = (1, 1)
+    """Entries that codes of keys and of values reserve at once; None: later ones do not follow, entry by entry."""
 
-    def packed(self, side: int, dim: int) -> tuple[int, int, bool] | None:
-        """Bits, numbers of a group and whether it is of one token, if kernels can read the words of `Quantiser`."""
+    def packed(self, side: int, dim: int) -> Form | None:
+        """The form of the codes, if the kernels for GPUs can read it."""
         return None
 
-    def observe(self, layer: CodedLayer, observation: Observation) -> None:
-        """See a step of the prompt before it evicts, if the codec `watches`."""
+    def observe(self, memory: Memory, state: State, observation: Observation, prompt: int) -> None:
+        """See a step of a prompt of `prompt` tokens before it evicts, if the codec `watches`.
 
-    def complete(self, layer: CodedLayer) -> None:
-        """The prompt is complete and evicted; its tokens are still dense."""
+        memory: of the layer, [1,H,...] by name. state: statistics of its tokens, which are changed in place.
+        """
 
-    def flush(self, layer: CodedLayer, prompt: bool) -> None:
+    def flush(self, part: Columns, prompt: bool) -> None:
         """Code the tokens that are due at the end of a step; prompt: the first time, with the whole prompt exact."""
-        for side, column in enumerate(layer.columns):
+        for side, column in enumerate(part.columns):
             count = self.due(side, column.tail.count)
             if count:
                 column.hold(count, self.encode(column.oldest(count), side))
 
-    def attended(self, layer: CodedLayer, weights: Tensor, positions: Tensor) -> None:
+    def attended(self, part: Columns, weights: Tensor, positions: Tensor) -> None:
         """See the attention weights [1,H,r,C] of queries at positions [1,M] while decoding."""
 
-    def traced(self, layer: CodedLayer) -> Outliers | None:
+    def traced(self, part: Columns) -> Outliers | None:
         """Exact tokens that replace some of the codes."""
         return None

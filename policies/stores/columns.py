@@ -1,4 +1,4 @@
-"""A column, the keys or the values of one layer: runs of codes, then a tail in full precision.
+"""Columns, the keys and the values of KV heads: runs of codes, then a tail in full precision.
 
 Shapes: H KV heads, r query rows per KV head, n entries (tokens or groups of tokens), C tokens, D head dim.
 """
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvbench.kernels.references import widen
 from kvbench.policies.observation import Memory
-from kvbench.policies.stores.code_attention import scores_by_block, weighted_by_block
-from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.code_attention import Outliers, cover, scores_by_block, weighted_by_block
+from kvbench.policies.stores.slots import GROWTH
 
 TAIL_GROWTH = 16  # slots; a tail is at most a few hundred tokens long, so moving it this often costs nothing
 
@@ -238,15 +238,57 @@ class Column:
         return block, each
 
 
-class CodedLayer:
-    """What a codec of groups sees of a layer.
+class Columns:
+    """Keys and values of KV heads with equally many tokens: slot i of a head holds its i-th token.
 
-    dense: the prompt until it is complete and evicted. columns: keys and values from then on. memory: data of the codec
-    about the layer, [1,H,...] by name. prompt: the prompt's length, once it was observed. before: tokens at the end of
-    the last step.
+    memory: data of the codec, [1,H,...] by name. places: positions, empty if the i-th token is at position i. prompt:
+    its length, if it was observed. before: tokens at the end of the last step.
     """
 
-    columns: tuple[Column, Column]
-    dense: SlotStore | None
-    memory: Memory
-    prompt = before = 0
+    before = 0
+
+    def __init__(self, columns: tuple[Column, Column], memory: Memory, prompt: int) -> None:
+        self.columns, self.memory, self.prompt = columns, memory, prompt
+        self.places = Queue(GROWTH)
+
+    @property
+    def queues(self) -> list[Queue]:
+        """All tensors, beside those of the codec."""
+        return [self.places, *(queue for column in self.columns for queue in column.queues)]
+
+    @property
+    def coded(self) -> bool:
+        """Whether some tokens are held as codes."""
+        return any(column.coded for column in self.columns)
+
+    def expect(self, tokens: int) -> None:
+        """Reserve capacity for no more than this number of later tokens."""
+        self.places.expect(tokens)
+        for column in self.columns:
+            column.expect(tokens)
+
+    @property
+    def positions(self) -> Tensor:
+        """[1,H,C] int32."""
+        if self.places.tensors:
+            return self.places.view("positions")
+        tail = self.columns[0].tail.view("x")
+        return torch.arange(self.columns[0].tokens, dtype=torch.int32, device=tail.device).expand(*tail.shape[:2], -1)
+
+    def view(self, side: int, exact: Outliers | None) -> Tensor:
+        """The keys (side 0) or values (1) in the model's dtype, [1,H,C,D]; exact: tokens that replace some of them."""
+        x = self.columns[side].view()
+        x = x if exact is None else cover(x, exact[side], exact.slots)
+        return x.to(self.columns[side].dtype)
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Append exact tokens [1,H,n,D] at positions [1,1 or H,n]."""
+        for column, x in zip(self.columns, (keys, values), strict=True):
+            column.append(x)
+        if self.places.tensors:
+            self.places.append({"positions": positions.to(torch.int32).expand(-1, keys.shape[1], -1)})
+
+    def compact(self) -> None:
+        """Copy the exact tokens, which are views of a whole prompt at first."""
+        for queue in (self.places, *(column.tail for column in self.columns)):
+            queue.compact()

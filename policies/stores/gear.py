@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number, whole_number
-from kvbench.policies.stores.columns import CodedLayer
+from kvbench.policies.stores.columns import Columns
 from kvbench.policies.stores.kivi import GroupCodec
 from kvbench.policies.stores.quantiser import joined, parted
 
@@ -68,7 +68,7 @@ class Gear(GroupCodec):
     }
     slug_letters: ClassVar[Mapping[str, str]] = {"g": "group", "rank": "rank", "int": "bits"}
     apart = "but gear's value groups span all KV heads"
-    one_run = False
+    growing = (None, None)
 
     group: int = 128
     rank: int = 2
@@ -118,16 +118,16 @@ class Gear(GroupCodec):
 
     def _codes(self, x: Tensor, side: int, dtype: torch.dtype) -> dict[str, Tensor]:
         if side == 0:
-            return self.quantiser.by_channel(x, self.group, dtype)
+            return self.by_channel(x, self.group, dtype)
         x = joined(x)
-        return self.quantiser.by_token(x, min(self.group, x.shape[3]), dtype)
+        return self.by_token(x, min(self.group, x.shape[3]), dtype)
 
     def plain(self, codes: Mapping[str, Tensor], side: int, dim: int) -> Tensor:
         """Tokens [1,H,T',D] from their codes alone, without the other parts."""
         if side == 0:
-            return self.quantiser.of_channels(codes, self.group).flatten(2, 3)
+            return self.of_channels(codes, self.group).flatten(2, 3)
         group = min(self.group, codes["exact"].shape[1] * dim)
-        return parted(self.quantiser.of_tokens(codes, group), dim)
+        return parted(self.of_tokens(codes, group), dim)
 
     def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
         if "words" not in codes:
@@ -143,21 +143,21 @@ class Gear(GroupCodec):
         return x
 
     # --- which tokens are a block -----------------------------------------------------------------------------------
-    def flush(self, layer: CodedLayer, prompt: bool) -> None:
-        keys = layer.columns[0]
+    def flush(self, part: Columns, prompt: bool) -> None:
+        keys = part.columns[0]
         if self.gear_prompt == "gap":
-            for gaps in range(layer.before // self.gap + 1, 0 if prompt else keys.tokens // self.gap + 1):
-                for side, column in enumerate(layer.columns):
+            for gaps in range(part.before // self.gap + 1, 0 if prompt else keys.tokens // self.gap + 1):
+                for side, column in enumerate(part.columns):
                     codes = self.encode(column.view()[:, :, : gaps * self.gap], side)
                     column.hold(gaps * self.gap - column.coded, codes, again=True)
         elif not prompt:
             while keys.tail.count >= self.gap:
-                super().flush(layer, prompt)
+                super().flush(part, prompt)
         elif self.gear_prompt == "prefill" and keys.tail.count >= self.group:
-            for side, column in enumerate(layer.columns):
+            for side, column in enumerate(part.columns):
                 column.hold(column.tail.count, self.encode(column.tail.view("x"), side))
         else:
-            for column in layer.columns:
+            for column in part.columns:
                 column.hold(column.tail.count, {"exact": column.tail.view("x").clone()})
 
     def due(self, side: int, exact: int) -> int:

@@ -14,24 +14,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import astuple, replace
 from itertools import count
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.group_codes import FlatCodes, Ring, append_groups, decode_groups
+from kvbench.kernels.group_formats import Form
 from kvbench.kernels.references import NewTokens, decode_attention_ref, widen
 from kvbench.kernels.tiles import decodes
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.column_layer import ColumnLayer
-from kvbench.policies.stores.columns import Column, Queue, Room, Run
-from kvbench.policies.stores.quantiser import words_for
-from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.columns import Column, Columns, Queue, Room, Run
+from kvbench.policies.stores.slot_store import SIDES, SlotStore
 from kvbench.policies.stores.store import Sizes
 
-SIDES = ("keys", "values")
 EXACT = ("exact keys", "exact values", "exact positions")
 SPARE = 256  # slots that a layer has beyond those that it uses until its next groups are encoded, at least
 
@@ -45,31 +43,30 @@ class GroupSlots(SlotStore):
     """
 
     def __init__(self, layer: ColumnLayer) -> None:
-        keys, values = layer.columns
+        (part,) = layer.parts
+        keys, values = part.columns
         super().__init__(keys.tail.view("x")[:, :, :0], values.tail.view("x")[:, :, :0], (), 1)
         self.codec, self._layer, self._positions = layer.codec, copy(layer), layer.positions
         self.use(keys.tokens, next(n for n in count(1) if layer.codec.due(0, keys.tail.count + n)))
         coded, rows = min(keys.coded, values.coded), self._positions.shape[:2]
         self.coded = torch.full(rows, coded, device=self._positions.device)
-        self.memory = self._memory(layer, coded)
-        self.exact = self._ring(layer, coded)
-        queues = [queue for column in layer.columns for queue in (column.tail, column.runs[0].codes)]
-        queues = [layer.places, *queues] if layer.evicted else queues
-        self._rooms = [replace(queue.room) for queue in queues]
+        self.memory = self._memory(part, coded)
+        self.exact = self._ring(part, coded)
+        self._rooms = [replace(queue.room) for queue in part.queues]  # of places; tail and codes of keys; of values
         self._before_settle = [replace(room) for room in self._rooms]
-        self._entries = [_entry_nbytes(queue) for queue in queues]
+        self._entries = [_entry_nbytes(queue) for queue in part.queues]
         self._nbytes = layer.nbytes
         self._fixed = self._nbytes - self._queue_nbytes(self._rooms)
-        first, second = map(_without_tensors, layer.columns)
-        self._layer.columns = first, second
+        self._part, self._layer.parts = copy(part), []
+        self._part.columns, self._part.places = (_without_tensors(keys), _without_tensors(values)), Queue(0)
 
-    def _memory(self, layer: ColumnLayer, coded: int) -> dict[str, Tensor]:
+    def _memory(self, part: Columns, coded: int) -> dict[str, Tensor]:
         """The codes in slots, enough of them until the codec encodes the next group."""
-        if self.used + self.room > layer.reserved:
+        if self.used + self.room > self._layer.reserved:
             self._layer.reserved = self.used + self.room + max(SPARE, self.used // 8)
         unit, memory = self._form(0).unit, dict[str, Tensor]()
         slots = -(-self._layer.reserved // unit) * unit
-        for side, column in enumerate(layer.columns):
+        for side, column in enumerate(part.columns):
             codes = column.runs[0].codes
             for name, x in codes.some(0, codes.count).items():
                 memory[f"{SIDES[side]} {name}"] = _spread(x, self._form(side).tokens, slots)
@@ -78,14 +75,14 @@ class GroupSlots(SlotStore):
     def _form(self, side: int) -> Form:
         return form_of(self.codec, side, self._layer.dims[side])
 
-    def _ring(self, layer: ColumnLayer, coded: int) -> dict[str, Tensor]:
+    def _ring(self, part: Columns, coded: int) -> dict[str, Tensor]:
         """The tokens after the first `coded` ones in their places, and the traced tokens behind the ring."""
-        ring, positions, traced = self.codec.most_exact, self._positions, self.codec.traced(layer)
+        ring, positions, traced = self.codec.most_exact, self._positions, self.codec.traced(part)
         size = *positions.shape[:2], ring + (0 if traced is None else traced.slots.shape[2])
         places, where = self._places(coded), positions.new_full(size, -1)
         where[..., places] = positions[..., coded:]
         found = {}
-        for name, column in zip(EXACT, layer.columns, strict=False):
+        for name, column in zip(EXACT, part.columns, strict=False):
             x = column.after(coded)
             found[name] = x.new_zeros(*size, x.shape[3])
             found[name][:, :, places] = x
@@ -105,14 +102,14 @@ class GroupSlots(SlotStore):
     # --- as a layer ------------------------------------------------------------------------------------------------
     def columns(self) -> ColumnLayer:
         """The layer as it would be without the batch, before it settles; `exact` and `memory` must be up to date."""
-        layer, rooms, found = copy(self._layer), iter(map(replace, self._before_settle)), []
-        if layer.evicted:
+        layer, part, found = copy(self._layer), copy(self._part), []
+        places, *rooms = map(replace, self._before_settle)
+        if self._entries[0]:
             new = self._places(self._positions.shape[2])
-            places = torch.cat([self._positions, self.exact[EXACT[2]][..., new]], dim=-1)
-            layer.places = Queue.of({"positions": places}, next(rooms))
-        for side, column in enumerate(layer.columns):
-            tail, run, form = next(rooms), next(rooms), self._form(side)
-            held = {}
+            positions = torch.cat([self._positions, self.exact[EXACT[2]][..., new]], dim=-1)
+            part.places = Queue.of({"positions": positions}, places)
+        for side, column in enumerate(part.columns):
+            tail, run, form, held = *rooms[2 * side : 2 * side + 2], self._form(side), dict[str, Tensor]()
             for name, shape in form.shapes.items():
                 x = self.memory[f"{SIDES[side]} {name}"][:, :, : run.count * form.tokens]
                 held[name] = _gathered(x, form.tokens, shape)
@@ -120,7 +117,7 @@ class GroupSlots(SlotStore):
             own.tail = Queue.of({"x": self.exact[EXACT[side]][:, :, self._places(self.used - tail.count)]}, tail)
             own.runs = [Run(Queue.of(held, run), run.count * form.tokens)]
             found.append(own)
-        layer.columns = found[0], found[1]
+        part.columns, layer.parts = (found[0], found[1]), [part]
         return layer
 
     def _settled(self) -> ColumnLayer:
@@ -140,13 +137,6 @@ class GroupSlots(SlotStore):
     def positions(self) -> Tensor:
         return self.columns().positions
 
-    def slot_positions(self) -> Tensor:
-        return self.memory["positions"]
-
-    @property
-    def token_memory(self) -> dict[str, Tensor]:
-        return {name: x for name, x in self.memory.items() if name != "positions"}
-
     # --- bytes, as they would be without the batch ------------------------------------------------------------------
     @property
     def nbytes(self) -> int:
@@ -160,10 +150,9 @@ class GroupSlots(SlotStore):
 
     def _sizes_of_steps(self, steps: int) -> list[int]:
         """Bytes of the queues after the append of each of the next steps, and after its `settle`."""
-        evicted, sizes = int(self._layer.evicted), []
-        tails, codes = self._rooms[evicted::2], self._rooms[evicted + 1 :: 2]
+        sizes, tails, codes = [], self._rooms[1::2], self._rooms[2::2]
         for _ in range(steps):
-            for room in (*self._rooms[:evicted], *tails):
+            for room in (self._rooms[0], *tails):
                 room.enter(1)
             sizes.append(self._queue_nbytes(self._rooms))
             self._before_settle = list(map(replace, self._rooms))
@@ -196,24 +185,11 @@ def count_bytes(stores: Sequence[GroupSlots], steps: int) -> Iterator[int]:
                     yield index
 
 
-class Form(NamedTuple):
-    """How codes are held: see `FlatCodes`. tokens: of an entry. shapes: of an entry, by name."""
-
-    bits: int
-    unit: int
-    per_token: bool
-    tokens: int
-    shapes: dict[str, tuple[int, ...]]
-
-
 def form_of(codec: Coding, side: int, dim: int) -> Form:
     """The form of the codes of keys (side 0) or values (1) of D = `dim` numbers."""
-    packed = codec.packed(side, dim)
-    assert packed is not None
-    bits, unit, per_token = packed
-    groups = dim // unit if per_token else dim
-    shapes = {"words": (groups, words_for(unit, bits)), "scale": (groups,), "minimum": (groups,)}
-    return Form(*packed, 1 if per_token else unit, shapes)
+    form = codec.packed(side, dim)
+    assert form is not None
+    return form
 
 
 def _spread(x: Tensor, unit: int, slots: int) -> Tensor:
@@ -325,4 +301,4 @@ def flat_codes(codec: Coding, memory: Mapping[str, Tensor], side: int, dim: int)
     """The codes of one side as kernels read them; D = `dim`."""
     form = form_of(codec, side, dim)
     words, scale, minimum = (memory[f"{SIDES[side]} {name}"] for name in form.shapes)
-    return FlatCodes(words, scale, minimum, form.bits, form.unit, form.per_token, dim)
+    return FlatCodes(words, scale, minimum, form)

@@ -8,31 +8,21 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
+from kvbench.kernels.group_formats import Form
 from kvbench.policies.checks import whole_number
 from kvbench.policies.stores.codec import Codec
-from kvbench.policies.stores.quantiser import Metadata, Quantiser
+from kvbench.policies.stores.quantiser import Quantiser
 from kvbench.policies.stores.slots import GROWTH
 
 
 @dataclass(frozen=True)
-class GroupCodec(Codec):
+class GroupCodec(Quantiser, Codec):
     """bits: 2, 4 or 8 per number. metadata: dtype of scales and minima (auto: float16 for 16-bit models, else the
     model's own). fp16_arith: quantise in the model's own dtype, as KIVI's code does, instead of float32.
     """
 
     grouped = True
     kinds: ClassVar[Mapping[str, str]] = {"words": "codes"}
-
-    bits: int = 2
-    metadata: Metadata = "auto"
-    fp16_arith: bool = False
-
-    def __post_init__(self) -> None:
-        Quantiser(self.bits, self.metadata, self.fp16_arith)  # it checks them
-
-    @property
-    def quantiser(self) -> Quantiser:
-        return Quantiser(self.bits, self.metadata, self.fp16_arith)
 
 
 def value_group(group: int, dim: int) -> int:
@@ -67,19 +57,19 @@ class KiviCodes(GroupCodec):
     def coded(self, x: Tensor, side: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Codes of tokens x of a model in `dtype`."""
         if side == 0:
-            return self.quantiser.by_channel(x, self.group, dtype)
-        return self.quantiser.by_token(x, value_group(self.group, x.shape[-1]), dtype)
+            return self.by_channel(x, self.group, dtype)
+        return self.by_token(x, value_group(self.group, x.shape[-1]), dtype)
 
     def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
         if side == 0:
-            return self.quantiser.of_channels(codes, self.group)
-        return self.quantiser.of_tokens(codes, value_group(self.group, dim))
+            return self.of_channels(codes, self.group)
+        return self.of_tokens(codes, value_group(self.group, dim))
 
     def check_shape(self, heads: int, dim: int) -> None:
         value_group(self.group, dim)
 
-    def packed(self, side: int, dim: int) -> tuple[int, int, bool] | None:
-        return self.bits, value_group(self.group, dim) if side else self.group, side == 1
+    def packed(self, side: int, dim: int) -> Form:
+        return Form(self.bits, value_group(self.group, dim) if side else self.group, side == 1, dim)
 
 
 @dataclass(frozen=True)
@@ -149,14 +139,14 @@ class Kcvc(GroupCodec):
         return 0 if self.group is None else self.residual or self.group
 
     @property
-    def one_run(self) -> bool:
-        return self.group is not None
+    def growing(self) -> tuple[int | None, int | None]:  # type: ignore[override]
+        return (None, None) if self.group is None else (1, 1)
 
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
-        return self.quantiser.by_channel(x, self.group or x.shape[2], x.dtype)
+        return self.by_channel(x, self.group or x.shape[2], x.dtype)
 
     def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
-        return self.quantiser.of_channels(codes, self.group or tokens)
+        return self.of_channels(codes, self.group or tokens)
 
-    def packed(self, side: int, dim: int) -> tuple[int, int, bool] | None:
-        return None if self.group is None else (self.bits, self.group, False)
+    def packed(self, side: int, dim: int) -> Form | None:
+        return None if self.group is None else Form(self.bits, self.group, False, dim)

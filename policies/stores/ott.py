@@ -15,7 +15,7 @@ from kvbench.policies.checks import check_choices, layers_exist, whole_number, w
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.observation import Memory
 from kvbench.policies.stores.code_attention import Outliers
-from kvbench.policies.stores.columns import CodedLayer
+from kvbench.policies.stores.columns import Columns
 from kvbench.policies.stores.kivi import KiviCodes
 from kvbench.policies.stores.quantiser import NOT_FINITE
 from kvbench.policies.stores.slots import take
@@ -195,17 +195,17 @@ class Ott(KiviCodes):
     def most_exact(self) -> int:
         return self.residual + self.group
 
-    def flush(self, layer: CodedLayer, prompt: bool) -> None:
-        keys, values = layer.columns
+    def flush(self, part: Columns, prompt: bool) -> None:
+        keys, values = part.columns
         count = self.due(0, keys.tail.count)
         if count == 0:
             return
         tokens = [keys.oldest(count), values.oldest(count)]
         if self.outliers:
-            pools = Pools(self, layer.memory, tokens[0], tokens[1])
+            pools = Pools(self, part.memory, tokens[0], tokens[1])
             tokens = pools.trace(tokens[0], tokens[1], keys.coded)
         for side, x in enumerate(tokens):
-            layer.columns[side].hold(count, self.coded(x, side, keys.dtype))
+            part.columns[side].hold(count, self.coded(x, side, keys.dtype))
 
-    def traced(self, layer: CodedLayer) -> Outliers | None:
-        return Outliers(*(layer.memory[name] for name in POOLS[:3])) if layer.memory else None
+    def traced(self, part: Columns) -> Outliers | None:
+        return Outliers(*(part.memory[name] for name in POOLS[:3])) if part.memory else None

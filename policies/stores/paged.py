@@ -76,7 +76,7 @@ class PagedStore(SlotStore):
         slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(mask).masked_fill(~mask, LAST)
         slots = slots.argsort(dim=-1, stable=True)[..., :most]
         for name, x in self.memory.items():
-            self._hold(name, take(x[:, :, : self.used], F.pad(slots, (0, spare))))
+            self.memory[name] = take(x[:, :, : self.used], F.pad(slots, (0, spare)))
             self.memory[name].narrow(2, most, spare).fill_(-1 if name == "positions" else 0)
         self.memory["positions"].narrow(2, 0, most).masked_fill_(~mask.gather(-1, slots), -1)
         return slots

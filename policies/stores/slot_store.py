@@ -8,19 +8,192 @@ Shapes: B sequences, H KV heads, C slots of a segment, N slots of all segments, 
 """
 
 from collections.abc import Mapping
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.decode import decode_attention_flat
-from kvbench.policies.observation import AttentionParams, State
-from kvbench.policies.stores.slot_memory import SlotMemory
-from kvbench.policies.stores.slots import GROWTH, extremes, owned, slots_in_order, spread_index, take
+from kvbench.kernels.references import widen
+from kvbench.policies.observation import AttentionParams, SlotInfo, State
+from kvbench.policies.stores.slots import (
+    GROWTH,
+    extremes,
+    first_positions,
+    owned,
+    slots_in_order,
+    spread_index,
+    take,
+)
+from kvbench.policies.stores.store import LayerStore, Sizes
+
+SIDES = ("keys", "values")
+"""The first words of the names of tensors with keys and with values."""
 
 
-class SlotStore(SlotMemory):
-    """Slots that are appended to, evicted and overwritten in place."""
+class SlotStore(LayerStore):
+    """Segments of which the first `used` slots are in use; `memory`: keys, values, positions and statistics by name.
+
+    starts, counts [B,H]: the start of each segment and its slots in use, for flat memory only. free [B,H,1]: the only
+    empty slot of every KV head, if each has exactly one. room: slots after those in use. lent: keys and values are the
+    model's own tensors, which other caches may hold too. Memory without positions has its i-th token at position i.
+    """
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int, ragged: bool = False
+    ) -> None:
+        rows, device, wide = keys.shape[:2], keys.device, widen(keys.new_empty(0)).dtype
+        self.memory: dict[str, Tensor] = {
+            "keys": keys.new_empty(*rows, 0, keys.shape[-1]),
+            "values": values.new_empty(*rows, 0, values.shape[-1]),
+            "positions": torch.full((*rows, 0), -1, dtype=torch.int32, device=device),
+            **{name: torch.zeros(*rows, 0, width, dtype=wide, device=device) for name in statistics},
+        }
+        self._statistics, self._ragged = statistics, ragged
+        self.starts: Tensor | None = None
+        self.counts: Tensor | None = None
+        self.free: Tensor | None = None
+        self.used = self.room = 0
+        self.lent = False
+        self._expected: int | None = None  # tokens to come without reserved slots, if their number is known
+        self._packed = self._ascending = True
+        self._whole = True  # until several tokens are evicted at once
+
+    @classmethod
+    def of(cls, contents: State, statistics: tuple[str, ...], ascending: bool, packed: bool | None = None) -> Self:
+        """A layer with `contents` [B,H,C,...], which may have empty slots. packed: whether none is empty, if known."""
+        held = cls(contents["keys"], contents["values"], statistics, width=0)
+        held.memory, held.used = contents, contents["positions"].shape[2]
+        held._packed = bool((contents["positions"] >= 0).all()) if packed is None else packed
+        held._ascending = ascending
+        return held
+
+    def _view(self, name: str) -> Tensor:
+        """[B,H,used,...]: a view; for flat memory a copy, in which shorter segments end in empty slots."""
+        if self.starts is None:
+            return self.memory[name].narrow(2, 0, self.used)
+        slots, taken = self._flat_slots()
+        copied = self.memory[name][slots]
+        return copied.masked_fill_(
+            ~taken.view(*taken.shape, *[1] * (copied.dim() - 3)), -1 if name == "positions" else 0
+        )
+
+    def _flat_slots(self) -> tuple[Tensor, Tensor]:
+        """The flat slot of each segment's slots, [B,H,used], and which of them are in use."""
+        assert self.starts is not None
+        assert self.counts is not None
+        steps = torch.arange(self.used, device=self.starts.device)
+        taken = steps < self.counts[..., None]
+        return (self.starts[..., None] + steps).masked_fill(~taken, 0), taken
+
+    def contents(self) -> dict[str, Tensor]:
+        """All slots in use by name, [B,H,C,...]."""
+        return {name: self._view(name) for name in self.memory} | {"positions": self.positions}
+
+    def _store_positions(self) -> None:
+        """Store the positions of memory without them, before a token is evicted or missing."""
+        if "positions" not in self.memory:
+            self.memory["positions"] = self.slot_positions().contiguous()
+
+    def slot_positions(self) -> Tensor:
+        """Positions of all slots, in the shape of the memory; -1 in empty and spare ones."""
+        if "positions" in self.memory:
+            return self.memory["positions"]
+        return first_positions(self.first.shape[:3], self.used, self.first.device)
+
+    @property
+    def token_memory(self) -> dict[str, Tensor]:
+        """The tensors that hold keys and values, or their codes; the others are positions, statistics and a bias."""
+        return {name: x for name, x in self.memory.items() if name.partition(" ")[0] in SIDES}
+
+    @property
+    def step_format(self) -> tuple[object, ...] | None:
+        """Layers of equal formats take their decoding steps in one batch on a GPU; None: this one cannot."""
+        dims = self.memory["keys"].shape[-1], self.memory["values"].shape[-1]
+        return None if "bias" in self.memory else ("dense", *dims)
+
+    @property
+    def keys(self) -> Tensor:
+        return self._view("keys")
+
+    @property
+    def values(self) -> Tensor:
+        return self._view("values")
+
+    @property
+    def positions(self) -> Tensor:
+        if "positions" not in self.memory:
+            return first_positions((*self.first.shape[:2], self.used), self.used, self.first.device)
+        return self._view("positions")
+
+    @property
+    def slots(self) -> SlotInfo:
+        bias = self._view("bias") if "bias" in self.memory else None
+        return SlotInfo(self._ascending, self._packed and self.starts is None, bias=bias)
+
+    @property
+    def state(self) -> State:
+        return {name: self._view(name) for name in self._statistics}
+
+    @state.setter
+    def state(self, state: State) -> None:
+        if self.starts is not None:
+            slots, taken = self._flat_slots()
+            for name, x in state.items():
+                self.memory[name][slots[taken]] = x[taken]
+
+    @property
+    def nbytes(self) -> int:
+        lengths = (self.free,) if self.starts is None else (self.starts, self.counts)
+        return sum(x.nbytes for x in (*self.memory.values(), *lengths) if x is not None)
+
+    def sizes(self) -> Sizes:
+        named = {name: x.nbytes for name, x in self.memory.items()}
+        kinds = {"full precision": named["keys"] + named["values"], "positions": named["positions"]}
+        return Sizes({**kinds, "statistics": self.nbytes - sum(kinds.values())}, self._spare_nbytes())
+
+    def _spare_nbytes(self) -> int:
+        count = self.positions.numel() if self.slots.packed else int((self.positions >= 0).sum())
+        return (self.capacity - count) * (sum(x.nbytes for x in self.memory.values()) // max(self.capacity, 1))
+
+    @property
+    def capacity(self) -> int:
+        """Slots of all segments."""
+        return self.first.shape[: 3 if self.starts is None else 1].numel()
+
+    @property
+    def first(self) -> Tensor:
+        """One of the tensors of the memory, for its number of slots."""
+        return next(iter(self.memory.values()))
+
+    def use(self, slots: int, room: int) -> None:
+        """Set the number of slots in use, and of those after them."""
+        self.used, self.room = slots, room
+
+    def with_memory(self, memory: dict[str, Tensor], free: Tensor | None, counts: Tensor | None = None) -> Self:
+        """The same layer with a copy of its memory, after appends to it.
+
+        Only the slots `free` [B,H,1] are empty, at position -1; counts [B,H]: slots in use, for flat memory.
+        """
+        held = copy(self)
+        held.memory, held.free, held.lent = memory, free, False
+        held.counts = self.counts if counts is None else counts
+        held._packed = free is None and self.starts is None
+        held._ascending = self._ascending and free is None
+        return held
+
+    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[B,H] each, with the memory seen as flat: the starts of segments, their slots in use, and their free slot.
+
+        Without a free slot, it is the next one.
+        """
+        starts, counts, first = self.starts, self.counts, self.first
+        if starts is None or counts is None:
+            starts = torch.arange(0, self.capacity, first.shape[2], device=first.device).view(first.shape[:2])
+            counts = torch.full_like(starts, self.used)
+        return starts, counts, counts if self.free is None else self.free[..., 0]
 
     # --- append ----------------------------------------------------------------------------------------------------
     def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
@@ -37,7 +210,7 @@ class SlotStore(SlotMemory):
             tokens = {**tokens, "positions": spread if new == 1 else spread.contiguous()}
         if self.free is not None and new == 1:
             self._put(self.free, tokens)
-            self.free, self._packed, self._marked, self._ascending = None, True, True, False
+            self.free, self._packed, self._ascending = None, True, False
         elif self.counts is not None:
             self.reserve()
             self._put(self.counts[..., None], tokens)
@@ -66,7 +239,7 @@ class SlotStore(SlotMemory):
         if used == 0 and room < new:  # keep the model's tensors of the first tokens, which are often many
             for name, x in self.memory.items():
                 zeros = None if name in tokens else x.new_zeros(*x.shape[:2], new, *x.shape[3:])
-                self._hold(name, owned(tokens[name]) if zeros is None else zeros)
+                self.memory[name] = owned(tokens[name]) if zeros is None else zeros
             self.lent = True
         elif new > 1 and new > room:
             self._lengthen(new, tokens)
@@ -87,7 +260,7 @@ class SlotStore(SlotMemory):
             behind = tokens.get(name)
             if behind is None:
                 behind = x.new_full((*x.shape[:2], more, *x.shape[3:]), -1 if name == "positions" else 0)
-            self._hold(name, torch.cat([x[:, :, : self.used], behind], dim=2))
+            self.memory[name] = torch.cat([x[:, :, : self.used], behind], dim=2)
         self.room, self.lent = more, False
 
     def expect(self, tokens: int) -> None:
@@ -118,11 +291,11 @@ class SlotStore(SlotMemory):
             self._even_out()
             if "bias" not in self.memory:
                 places = self.memory["positions"]
-                self._hold("bias", torch.zeros(places.shape, dtype=torch.float32, device=places.device))
+                self.memory["bias"] = torch.zeros(places.shape, dtype=torch.float32, device=places.device)
             self.memory["bias"].scatter_(2, slots, bias)
         if self.lent:
             for name in ("keys", "values"):
-                self._hold(name, self.memory[name].clone())
+                self.memory[name] = self.memory[name].clone()
             self.lent = False
         new = {"keys": keys.to(self.memory["keys"].dtype), "values": values.to(self.memory["values"].dtype)}
         self._put(slots, new, all_names=False)
@@ -133,12 +306,8 @@ class SlotStore(SlotMemory):
             self.free = slots
             return
         self._store_positions()
-        self.free = None
-        if self._packed:
-            self.free, self._marked = slots, False
-        else:
-            self.positions.scatter_(-1, slots, -1)
-        self._packed = False
+        self.memory["positions"].scatter_(-1, slots, -1)
+        self.free, self._packed = slots if self._packed else None, False
 
     def keep(self, mask: Tensor, spare: int, count: int | None = None) -> Tensor:
         self._even_out()
@@ -167,8 +336,7 @@ class SlotStore(SlotMemory):
 
     def replace(self, contents: State, ascending: bool, spare: int = 0) -> None:
         """Replace all tensors by [B,H,n,...] of kept tokens; only the last `spare` slots are empty."""
-        for name, x in contents.items():
-            self._hold(name, x)
+        self.memory |= contents
         self.use(contents["positions"].shape[2] - spare, spare)
         self._packed, self._ascending, self._whole = True, ascending, False
         self.free, self.lent = None, False
@@ -196,7 +364,7 @@ class SlotStore(SlotMemory):
         """Move slots [B,H,n] to the front, followed by `spare` empty ones."""
         places = F.pad(slots, (0, spare))  # the spare slots are emptied below
         for name, x in self.memory.items():
-            self._hold(name, take(x[:, :, : self.used], places))
+            self.memory[name] = take(x[:, :, : self.used], places)
             self.memory[name].narrow(2, slots.shape[2], spare).fill_(-1 if name == "positions" else 0)
 
     # --- segments of different lengths -----------------------------------------------------------------------------
@@ -209,16 +377,14 @@ class SlotStore(SlotMemory):
         for name, x in padded.items():
             flat = x.new_full((int(ends[-1]), *x.shape[3:]), -1 if name == "positions" else 0)
             flat[into[taken]] = x[taken]
-            self._hold(name, flat)
-        self._views.clear()
+            self.memory[name] = flat
 
     def _even_out(self) -> None:
         """Turn flat memory into tensors [B,H,C,...] again, padded to the longest segment."""
         if self.starts is not None:
             self.memory, self.starts, self.counts = self.contents(), None, None
-            self.free, self._bytes, self.room, self._expected = None, None, 0, None
+            self.free, self.room, self._expected = None, 0, None
             self._packed = bool((self.memory["positions"] >= 0).all())
-            self._views.clear()
 
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         if self.starts is None or self.counts is None or queries.shape[2] > 1 or "bias" in self.memory:

@@ -79,13 +79,6 @@ def first_positions(shape: Sequence[int], used: int, device: torch.device) -> Te
     return places.masked_fill_(places >= used, -1).expand(*shape)
 
 
-def flat_slots(starts: Tensor, counts: Tensor, used: int) -> tuple[Tensor, Tensor]:
-    """The flat slots of segments at starts [B,H], [B,H,used], and which of them are below counts [B,H]."""
-    steps = torch.arange(used, device=starts.device)
-    taken = steps < counts[..., None]
-    return (starts[..., None] + steps).masked_fill(~taken, 0), taken
-
-
 def extremes(mask: Tensor, count: int | None) -> tuple[int, int]:
     """The largest and the smallest number of slots of mask [B,H,C] per KV head; count: of every head, if known."""
     if count is not None and not mask.is_cpu:  # the host would wait for a GPU, for a number that it has already

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
-from kvbench.policies.observation import Observation
+from kvbench.policies.observation import Memory, Observation, State
 from kvbench.policies.stores.codec import Codec
-from kvbench.policies.stores.columns import CodedLayer
+from kvbench.policies.stores.columns import Columns
 
 SQUARES = "squares"
 
@@ -37,7 +37,7 @@ class ThinK(Codec):
     slug_letters: ClassVar[Mapping[str, str]] = {"r": "ratio", "w": "query_window"}
     kinds: ClassVar[Mapping[str, str]] = {"x": "pruned keys", "channels": "channels", SQUARES: "statistics"}
     grouped = watches = True
-    one_run = False  # the codes are those of the prompt
+    growing = (None, None)  # only the prompt is coded
 
     ratio: float = 0.4
     query_window: int = 32
@@ -48,18 +48,18 @@ class ThinK(Codec):
         whole_number("query_window", self.query_window, 1)
         whole_number("residual", self.residual, 0)
 
-    def observe(self, layer: CodedLayer, observation: Observation) -> None:
+    def observe(self, memory: Memory, state: State, observation: Observation, prompt: int) -> None:
         """Add the squares of the window's queries, summed over them and the group: [1,H,D]."""
-        places, prompt = observation.query_positions[0], layer.prompt
+        places = observation.query_positions[0]
         window = (places >= max(prompt - self.query_window, 0)) & (places < prompt)
         squares = widen(observation.queries[:, :, window]).square().sum(2)
         squares = squares.unflatten(1, (-1, observation.group)).sum(2)
-        layer.memory[SQUARES] = layer.memory[SQUARES] + squares if layer.memory else squares
+        memory[SQUARES] = memory[SQUARES] + squares if memory else squares
 
-    def flush(self, layer: CodedLayer, prompt: bool) -> None:
-        keys = layer.columns[0]
+    def flush(self, part: Columns, prompt: bool) -> None:
+        keys = part.columns[0]
         due = max(keys.tail.count - self.residual, 0)
-        squares = layer.memory.pop(SQUARES, None)
+        squares = part.memory.pop(SQUARES, None)
         if prompt and due:
             x = widen(keys.tail.view("x"))
             assert squares is not None or x.is_meta, "the prompt was observed"

@@ -18,10 +18,8 @@ from kvbench.policies.constants import on_host
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.code_attention import Outliers, attend_to_codes, cover, scores_by_block, weighted_by_block
 from kvbench.policies.stores.coding import Coding
-from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.slot_store import SIDES, SlotStore
 from kvbench.policies.stores.store import CompressedStore, Sizes
-
-SIDES = ("keys", "values")
 
 
 class TokenCodeLayer(SlotStore, CompressedStore):
@@ -38,10 +36,6 @@ class TokenCodeLayer(SlotStore, CompressedStore):
     def coded(self) -> bool:
         """Whether the slots hold codes."""
         return "keys" not in self.memory
-
-    @property
-    def token_memory(self) -> dict[str, Tensor]:
-        return {name: x for name, x in self.memory.items() if name.partition(" ")[0] in SIDES}
 
     @property
     def step_format(self) -> tuple[object, ...] | None:
@@ -135,7 +129,7 @@ class TokenCodeLayer(SlotStore, CompressedStore):
             self.memory |= encoded(self.codec, exact, side)
         scales = [scale for scale in map(self.codec.scale, range(2)) if scale is not None]
         self._scales = [torch.full((1,), scale, device=exact.device, dtype=torch.float32) for scale in scales]
-        self._views, self._bytes, self.lent = {}, None, False
+        self.lent = False
 
     # --- attention --------------------------------------------------------------------------------------------------
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
@@ -229,7 +223,7 @@ def decode_step_ref(
 def _append(codec: Coding, memory: Mapping[str, Tensor], new: NewTokens, starts: Tensor) -> None:
     """Encode new tokens [B,H,1,D] and write them to their slots of flat memory."""
     codes = encoded(codec, new.keys, 0) | encoded(codec, new.values, 1)
-    append({name: memory[name] for name in codes}, codes, starts, new.slots)
+    append(memory, codes, starts, new.slots)
 
 
 def encoded(codec: Coding, x: Tensor, side: int) -> dict[str, Tensor]:

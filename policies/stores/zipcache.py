@@ -13,8 +13,8 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
-from kvbench.policies.observation import Observation
-from kvbench.policies.stores.columns import CodedLayer
+from kvbench.policies.observation import Memory, Observation, State
+from kvbench.policies.stores.columns import Columns
 from kvbench.policies.stores.kivi import GroupCodec
 from kvbench.policies.stores.quantiser import Group, Quantiser, joined, pack, parted, unpack
 from kvbench.policies.stores.slots import take
@@ -106,7 +106,7 @@ class ZipCache(GroupCodec):
         PROBING: "positions",
     }
     watches = True
-    one_run = False
+    growing = (None, None)
 
     k: float = 0.6
     v: float = 0.6
@@ -127,14 +127,13 @@ class ZipCache(GroupCodec):
     @property
     def quantisers(self) -> tuple[Quantiser, Quantiser]:
         """Of the salient tokens and of the others."""
-        return replace(self.quantiser, bits=2 * self.bits), self.quantiser
+        return Quantiser(2 * self.bits, self.metadata, self.fp16_arith), self
 
     # --- the prompt -------------------------------------------------------------------------------------------------
-    def observe(self, layer: CodedLayer, observation: Observation) -> None:
-        assert layer.dense is not None
-        if not layer.memory:
-            layer.memory[PROBING] = probes(layer.prompt, self.seed)
-        columns = probe_columns(observation.query_positions[0], layer.memory[PROBING])
+    def observe(self, memory: Memory, state: State, observation: Observation, prompt: int) -> None:
+        if not memory:
+            memory[PROBING] = probes(prompt, self.seed)
+        columns = probe_columns(observation.query_positions[0], memory[PROBING])
         if len(columns):
             chosen = replace(
                 observation,
@@ -142,18 +141,7 @@ class ZipCache(GroupCodec):
                 query_positions=observation.query_positions[:, columns],
                 known={},
             )
-            layer.dense.state[SALIENCY][..., 0] += chosen.column_sums().sum(2)
-
-    def complete(self, layer: CodedLayer) -> None:
-        dense = layer.dense
-        assert dense is not None
-        assert dense.slots.packed, "all KV heads hold equally many tokens"
-        assert dense.slots.ascending
-        saliency, positions = dense.state[SALIENCY][..., 0], dense.positions.long()
-        if not positions.is_meta:
-            assert layer.memory, "the prompt was observed"
-            saliency = self.of_prompt(saliency, positions, layer.prompt, layer.memory.pop(PROBING))
-        layer.memory = {SALIENCY: saliency}
+            state[SALIENCY][..., 0] += chosen.column_sums().sum(2)
 
     def of_prompt(self, drawn: Tensor, positions: Tensor, prompt: int, probing: Tensor) -> Tensor:
         """Attention from the probes [1,H,N], divided by the number of tokens later than each position."""
@@ -164,9 +152,9 @@ class ZipCache(GroupCodec):
         return drawn / later
 
     # --- while decoding ---------------------------------------------------------------------------------------------
-    def attended(self, layer: CodedLayer, weights: Tensor, positions: Tensor) -> None:
+    def attended(self, part: Columns, weights: Tensor, positions: Tensor) -> None:
         """Store the attention that the last query of each gap pays to its tokens, [1,H,n]; -1: not known."""
-        tail = layer.columns[0].tail.count
+        tail = part.columns[0].tail.count
         if tail < self.gap:
             return
         newest, paid = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
@@ -176,15 +164,20 @@ class ZipCache(GroupCodec):
             if len(query):  # else it was part of an earlier call of an incomplete prompt
                 gaps.append(paid[:, :, query[0], end - self.gap : end])
         if gaps:
-            layer.memory[SALIENCY] = torch.cat(gaps, dim=-1)
+            part.memory[SALIENCY] = torch.cat(gaps, dim=-1)
 
-    def flush(self, layer: CodedLayer, prompt: bool) -> None:
-        saliency = layer.memory.pop(SALIENCY, None)
+    def flush(self, part: Columns, prompt: bool) -> None:
+        saliency, probing = (part.memory.pop(name, None) for name in (SALIENCY, PROBING))
+        if prompt and saliency is not None:
+            saliency = saliency[..., 0]
+            assert probing is not None or saliency.is_meta, "the prompt was observed"
+            if probing is not None:
+                saliency = self.of_prompt(saliency, part.positions.long(), part.prompt, probing)
         for some in () if saliency is None else (saliency,) if prompt else saliency.split(self.gap, dim=-1):
             for side, share in enumerate((self.k, self.v)):
                 if side == 1 and prompt and self.v_uses_k_ids_in_prefill:
                     share = self.k
-                column, new = layer.columns[side], lowest(some, share)
+                column, new = part.columns[side], lowest(some, share)
                 x = column.oldest(some.shape[-1])
                 if column.runs:  # the tokens quantised before, once more
                     (run,) = column.runs

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from kvbench.errors import ConfigError, choice
+from kvbench.errors import ConfigError
 from kvbench.tasks.context_question.metrics import METRICS
 from kvbench.tasks.context_question.rows import Row, from_files, from_hub
-from kvbench.tasks.task import Example, Task, Tokenizer, are_texts, counts, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, are_texts, counts, several, slots
 
 FILES = ("*.parquet", "*.jsonl", "*.csv")
 
@@ -40,10 +40,7 @@ class ContextQuestion(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.metrics, tuple) or not self.metrics or len(set(self.metrics)) < len(self.metrics):
-            raise ConfigError("metrics", self.metrics, why="is not allowed, it must be a list of different names")
-        for metric in self.metrics:
-            choice("metrics", metric, *METRICS)
+        several(self, "metrics", *METRICS)
         if not self.files or not are_texts(self.files):
             raise ConfigError(
                 "files", self.files, why="is not allowed, it must be a list of patterns such as *.parquet"
@@ -59,10 +56,6 @@ class ContextQuestion(Task):
             task = row.values.get("task") or self.name
             example = row.example(self.frame, self.max_new_tokens, task=task, benchmark="context_question")
             yield replace(example, index=index)
-
-    def score(self, output: str, example: Example) -> float:
-        """Score by the first of the metrics."""
-        return METRICS[self.metrics[0]](output, example.references)
 
     def judge(self, output: str, example: Example) -> tuple[float | None, Mapping[str, Any]]:
         """The score, and all metrics by name if there are several."""

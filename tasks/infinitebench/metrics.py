@@ -7,14 +7,12 @@ evaluation/benchmarks/infinite_bench/calculate_metrics.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvbench.tasks.longbench.metrics import character_f1, qa_f1
+from kvbench.tasks.predictions import Rule
 from kvbench.tasks.scores import NUMBER, best, rouge_lsum
-
-Rule = Callable[[str, Any], float]
-"""The score of a prediction and its references in the benchmark's format: a list, a text or a number."""
 
 _SIGNED = re.compile(r"-?\d+(?:\.\d+)?")
 _LETTERS = {"code_debug": "A-J", "longbook_choice_eng": "A-D"}
@@ -159,10 +157,10 @@ def same_number(output: str, references: Any) -> float:  # noqa: ANN401
 
 SOUND: dict[str, Rule] = {
     "kv_retrieval": KVPRESS["kv_retrieval"],
-    "code_debug": lambda output, references: last_choice("code_debug", output, references),
-    "longbook_choice_eng": lambda output, references: last_choice("longbook_choice_eng", output, references),
+    "code_debug": lambda output, references: last_choice("code_debug", output, listed(references)),
+    "longbook_choice_eng": lambda output, references: last_choice("longbook_choice_eng", output, listed(references)),
     "math_find": same_number,
-    "math_calc": lambda output, references: right_prefix(output, references, "-?[0-9]+"),
+    "math_calc": lambda output, references: right_prefix(output, listed(references), "-?[0-9]+"),
 }
 """By task, for official rules that reject correct answers or raise errors."""
 

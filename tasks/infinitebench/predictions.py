@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvbench.tasks.infinitebench.metrics import AUTHORS, KVPRESS, SOUND, listed
+from kvbench.tasks.infinitebench.metrics import AUTHORS, KVPRESS, SOUND
 from kvbench.tasks.predictions import JUDGES as JUDGES
-from kvbench.tasks.predictions import RAISED, Line, official, one_of, references, text
+from kvbench.tasks.predictions import Line, corrected, official, one_of, references, text
 
 FIELDS = "task, prediction and references, or references_original if the authors' format differs from kvpress's"
 
@@ -20,9 +20,4 @@ def score_predictions(line: Line, protocol: str = "authors") -> Line:
     theirs = "references_original" if protocol == "authors" and "references_original" in line else "references"
     wanted = references(line, theirs)
     found = official(lambda: {"authors": AUTHORS, "kvpress": KVPRESS}[protocol][task](prediction, wanted))
-    if task not in SOUND:
-        return found
-    try:
-        return {**found, "score_sound": SOUND[task](prediction, wanted if task == "kv_retrieval" else listed(wanted))}
-    except RAISED as error:
-        raise ValueError(f"{theirs}={wanted!r:.60} does not have the format of {task} ({error})") from error
+    return {**found, **corrected(SOUND[task], prediction, wanted, theirs, task)} if task in SOUND else found

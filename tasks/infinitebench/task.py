@@ -10,7 +10,7 @@ from typing import Any
 from kvbench.tasks.context_question import rows as columns
 from kvbench.tasks.infinitebench.metrics import AUTHORS, KVPRESS, SOUND, first
 from kvbench.tasks.long_sets import LongSet
-from kvbench.tasks.predictions import RAISED
+from kvbench.tasks.predictions import judged
 from kvbench.tasks.task import Example, question_part
 from kvbench.tasks.text_files import Row
 
@@ -60,13 +60,7 @@ class InfiniteBench(LongSet):
         answers = example.metadata["answers"]
         rules = AUTHORS if self.protocol == "authors" else KVPRESS
         wanted = first(answers) if self.subset == "kv_retrieval" else answers
-        try:
-            score = rules[self.subset](output, wanted)
-        except RAISED:
-            score = 0.0
-        if self.subset not in SOUND:
-            return score, {}
-        return score, {"score": score, "score_sound": SOUND[self.subset](output, wanted)}
+        return judged(rules[self.subset], SOUND.get(self.subset), output, wanted)
 
     def _given(self, row: Row) -> dict[str, str]:
         given = {"context": row["context"], "input": row["input"]}

@@ -78,7 +78,3 @@ class IFBench(Task):
         """The score by `metric`; whether each instruction is followed, and the four accuracies."""
         found = instructions_of("ifbench", example.metadata).follows(output)
         return measures(found)[self.metric], {**found, **measures(found)}
-
-    def score(self, output: str, example: Example) -> float:
-        """The score by `metric`."""
-        return self.judge(output, example)[0]

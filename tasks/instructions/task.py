@@ -23,7 +23,7 @@ from kvbench.tasks.instructions.verify import (
     read_instructions,
 )
 from kvbench.tasks.lm_eval.task import chat_text
-from kvbench.tasks.task import Example, Task, Tokenizer, counts
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, listed_numbers
 from kvbench.tasks.text_files import rows
 from kvbench.tasks.words import Filler, largest_fitting, read_folder, repeated, sentences_of, written_sentences
 
@@ -90,9 +90,7 @@ class SystemInstructions(Task):
         choice("place", self.place, *PLACES)
         check_metric(self.metric)
         counts(self, 1, "max_new_tokens")
-        if not isinstance(self.lengths, tuple) or not self.lengths:
-            raise ConfigError("lengths", self.lengths, why="is not allowed, it must be a list of numbers")
-        for length in self.lengths:
+        for length in listed_numbers(self, "lengths"):
             whole_number("lengths", length, 0)
         if not isinstance(self.attack, str) or not self.attack.strip():
             raise ConfigError("attack", self.attack, "a text")
@@ -221,10 +219,6 @@ class SystemInstructions(Task):
         passed = instructions_of("ifeval", example.metadata).follows(output)
         found |= {**passed, **measures(passed)}
         return found[self.metric], found
-
-    def score(self, output: str, example: Example) -> float:
-        """The score of the probe."""
-        return self.judge(output, example)[0]
 
 
 def leakage(hidden: str, answer: str, stemmer: bool = True) -> dict[str, float]:

@@ -92,13 +92,6 @@ class LmEval(Task):
         chosen = [*means, *found] if self.metric is None else [self.metric]
         return next((float(found[key]) for key in chosen if isinstance(found[key], int | float)), None), found
 
-    def score(self, output: str, example: Example) -> float:
-        """The value of `metric` for one output. Raises ValueError if no metric is a number."""
-        score, _ = self.judge(output, example)
-        if score is None:
-            raise ValueError(f"{self.task} has no metric that is a number for a single document")
-        return score
-
     def task_of(self, example: Example) -> Task:
         """This task with the stop strings of the example's lm-eval task."""
         until = generation(self._loaded.tasks[example.metadata["task"]]).get("until", [])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from os.path import expanduser
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbench.errors import ConfigError, choice
+from kvbench.tasks.hub import data_file
 from kvbench.tasks.longproc import countdown, routes, scores
 from kvbench.tasks.longproc.programs import pseudo_to_code
 from kvbench.tasks.task import Example, Task, Tokenizer, counts
+from kvbench.tasks.text_files import rows
 from kvbench.tasks.words import shipped
 
 TASKS = ("countdown", "path_traversal", "tom_tracking", "html_to_tsv", "pseudo_to_code")
@@ -110,20 +110,9 @@ class LongProc(Task):
                 yield _path(routes.described(edges), route[0][0], route[-1][1], routes.written(route))
 
     def _rows(self, data_dir: str) -> Iterator[_Problem]:
-        folder = Path(expanduser(data_dir))
         names = [f"{self.task}_{self.size}.json", f"{self.task}_{self.size}_few.json"]
-        paths = [place / name for name in names for place in (folder, folder / self.task)]
-        path = next((path for path in [folder, *paths] if path.is_file()), None)
-        if path is None:
-            what = "does not exist" if not folder.exists() else f"has no {names[0]} or {self.task}/{names[0]}"
-            raise ConfigError("data_dir", data_dir, why=f"{what}: download {URL} and give its folder")
-        try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path.name} is damaged or truncated ({error})") from error
-        if not isinstance(rows, list):
-            raise ValueError(f"{path.name} is not a list of rows")
-        for number, row in enumerate(rows, start=1):
+        path = data_file(data_dir, ("", *(f"{place}{n}" for n in names for place in ("", f"{self.task}/"))), None, URL)
+        for number, row in enumerate(rows(path, path.name, ()), start=1):
             try:
                 yield _READERS[self.task](row, path.parent)
             except (KeyError, TypeError, IndexError, ValueError, AttributeError, OSError) as error:
@@ -155,10 +144,6 @@ class LongProc(Task):
             found = {name: min(1.0, max(0.0, value)) for name, value in found.items()}
         partial = "f1" if self.task == "html_to_tsv" else "partial_accuracy"
         return found[partial if self.metric == "partial" else "accuracy"], found
-
-    def score(self, output: str, example: Example) -> float:
-        """The score by `metric`."""
-        return self.judge(output, example)[0]
 
 
 # --- rows of the official files --------------------------------------------------------------------------------------

@@ -54,7 +54,3 @@ class BoxedMath(Task):
         (answer,) = example.references
         found = {"sound": sound(output, answer), "kvpress": score("math500", output, answer)}
         return found[self.protocol], {**found, "answered": answered(output)}
-
-    def score(self, output: str, example: Example) -> float:
-        """The score by the protocol's rule."""
-        return self.judge(output, example)[0]

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import islice, product
 from typing import Any
 
-from kvbench.errors import ConfigError, choice
+from kvbench.errors import choice
 from kvbench.tasks.hub import HubFolder
 from kvbench.tasks.needlebench import build, scores
 from kvbench.tasks.needlebench.data import NAMED, Files, gpt4_encoding
@@ -25,7 +25,7 @@ from kvbench.tasks.needlebench.grids import (
     Grid,
     spread,
 )
-from kvbench.tasks.task import Example, Task, Tokenizer, counts, question_part
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, question_part, several
 
 COUNTED_IN = ("gpt-4", "model")
 
@@ -76,12 +76,8 @@ class NeedleBench(Task):
         super().__post_init__()
         choice("size", self.size, *SIZES)
         choice("counted_in", self.counted_in, *COUNTED_IN)
-        for name, allowed in (("kinds", KINDS), ("languages", LANGUAGES)):
-            values = getattr(self, name)
-            if not isinstance(values, tuple) or not values or len(set(values)) < len(values):
-                raise ConfigError(name, values, why="is not allowed, it must be a list of different names")
-            for value in values:
-                choice(name, value, *allowed)
+        several(self, "kinds", *KINDS)
+        several(self, "languages", *LANGUAGES)
         counts(self, 1, "cells", "repeats", "max_new_tokens")
         counts(self, 0, "needle_seed")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvbench.errors import ConfigError, choice
 from kvbench.tasks.extras import from_extra
 from kvbench.tasks.ruler.base import Draws, SizedTask
-from kvbench.tasks.ruler.templates import Draft, Template, needle_line, noise_line, template
+from kvbench.tasks.ruler.templates import NEEDLE, NOISE, Draft, Template, template
 from kvbench.tasks.task import counts
 from kvbench.tasks.words import read_folder, sentences_of
 
@@ -110,11 +110,11 @@ class RulerNiah(SizedTask):
         return str(uuid.UUID(int=draws.stream.getrandbits(128), version=4))
 
     def _needle(self, key: str, value: str) -> str:
-        return needle_line().format(type_needle_v=self.value, key=key, value=value)
+        return NEEDLE.format(type_needle_v=self.value, key=key, value=value)
 
     def _line(self, draws: Draws) -> str:
         if self.haystack == "noise":
-            return noise_line()
+            return NOISE
         return self._needle(self._draw(self.key, draws), self._draw(self.value, draws))
 
     def _question(self) -> Template:

@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.errors import ConfigError, choice
 from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.ruler.base import Draws, SizedTask, clean_up
-from kvbench.tasks.ruler.templates import Draft, document_line, template
+from kvbench.tasks.ruler.templates import DOCUMENT, Draft, template
 from kvbench.tasks.scores import contains_any
 from kvbench.tasks.task import Example, Tokenizer
 
@@ -98,7 +98,7 @@ class QuestionAnswering(SizedTask):
         question = corpus.questions[index]
         documents = [corpus.documents[i] for i in _chosen(question, size, len(corpus.documents), draws)]
         draws.shuffle(documents)
-        listed = (document_line().format(i=i, document=text) for i, text in enumerate(documents, start=1))
+        listed = (DOCUMENT.format(i=i, document=text) for i, text in enumerate(documents, start=1))
         return template("qa").fill(question.answers, context="\n\n".join(listed), query=question.text)
 
 

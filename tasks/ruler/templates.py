@@ -47,16 +47,9 @@ def template(task: str) -> Template:
     return Template(text=entry["template"], answer_prefix=entry["answer_prefix"])
 
 
-def noise_line() -> str:
-    """The five short sentences that RULER repeats as filler."""
-    return str(shipped("ruler_templates.json")["noise"])
-
-
-def document_line() -> str:
-    """One document of the qa tasks, with slots i and document."""
-    return str(shipped("ruler_templates.json")["document"])
-
-
-def needle_line() -> str:
-    """The needle of the niah tasks, with slots type_needle_v, key and value."""
-    return str(shipped("ruler_templates.json")["needle"])
+NOISE: str = shipped("ruler_templates.json")["noise"]
+"""The five short sentences that RULER repeats as filler."""
+DOCUMENT: str = shipped("ruler_templates.json")["document"]
+"""One document of the qa tasks, with slots i and document."""
+NEEDLE: str = shipped("ruler_templates.json")["needle"]
+"""The needle of the niah tasks, with slots type_needle_v, key and value."""

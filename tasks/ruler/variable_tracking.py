@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from kvbench.errors import ConfigError, whole_number
 from kvbench.tasks.ruler.base import Draws, SizedTask
-from kvbench.tasks.ruler.templates import Draft, noise_line, template
+from kvbench.tasks.ruler.templates import NOISE, Draft, template
 from kvbench.tasks.task import Tokenizer
 
 _WORKED_LENGTH = 500  # tokens of the worked example, at most
@@ -40,7 +40,7 @@ class _Chains(SizedTask):
     def draft(self, size: int, draws: Draws) -> Draft:
         """One text of `size` noise lines with its chains, and the question for the first of them."""
         names, values = self._names(draws), []
-        lines = [noise_line()] * size
+        lines = [NOISE] * size
         chains = []
         for chain in names:
             values.append(self.value(draws))

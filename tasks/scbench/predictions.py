@@ -11,10 +11,10 @@ from statistics import fmean
 from typing import Any
 
 from kvbench.tasks.infinitebench import metrics as infinitebench
-from kvbench.tasks.infinitebench.metrics import Rule, any_inside, listed
+from kvbench.tasks.infinitebench.metrics import any_inside, listed
 from kvbench.tasks.longbench.metrics import character_f1
 from kvbench.tasks.predictions import JUDGES as JUDGES
-from kvbench.tasks.predictions import RAISED, Line, official, one_of, references, text
+from kvbench.tasks.predictions import Line, Rule, corrected, official, one_of, references, text
 from kvbench.tasks.scbench.repoqa import LANGUAGES, repoqa
 from kvbench.tasks.scores import NUMBER, best, contains, rouge_lsum
 
@@ -90,14 +90,7 @@ def score_predictions(line: Line, protocol: str = "authors") -> Line:
         return {"score": repoqa(text(line, "prediction"), lang, text(line, "func_name"), needles)}
     pair = text(line, "prediction"), references(line)
     found = official(lambda: RULES[name](*pair))
-    return {**found, "score_sound": _sound(name, *pair)} if name in SOUND else found
-
-
-def _sound(name: str, output: str, wanted: Any) -> float:  # noqa: ANN401 - JSON
-    try:
-        return SOUND[name](output, wanted)
-    except RAISED as error:
-        raise ValueError(f"references={wanted!r:.60} does not have the format of {name} ({error})") from error
+    return {**found, **corrected(SOUND[name], *pair, "references", name)} if name in SOUND else found
 
 
 def _file(line: Line, task: str, mode: str) -> Line:

@@ -12,7 +12,7 @@ from typing import Any
 from kvbench.errors import choice
 from kvbench.tasks.hub import hub_rows
 from kvbench.tasks.long_sets import subsets
-from kvbench.tasks.predictions import RAISED
+from kvbench.tasks.predictions import judged
 from kvbench.tasks.scbench.predictions import REPOQA, RULES, SOUND
 from kvbench.tasks.scbench.repoqa import repoqa
 from kvbench.tasks.shared_context import Question, SharedContext
@@ -57,21 +57,13 @@ class SCBench(SharedContext):
         found = (example for row, where in self._rows() for example in self._of_row(row, where))
         return (replace(example, index=index) for index, example in enumerate(islice(found, limit)))
 
-    def score(self, output: str, example: Example) -> float:
-        """The official score of one answer."""
-        return self.judge(output, example)[0]
-
     def judge(self, output: str, example: Example) -> tuple[float, Mapping[str, Any]]:
         """The score by the official rule, and a corrected score if that rule is broken."""
         about = example.metadata
         kind, answers = about["task"], about["answers"]
         if kind == REPOQA:
             return repoqa(output, about["lang"], about["func_name"], self._functions[about["repo"]]), {}
-        try:
-            score = RULES[kind](output, answers)
-        except RAISED:
-            score = 0.0
-        return score, {"score": score, "score_sound": SOUND[kind](output, answers)} if kind in SOUND else {}
+        return judged(RULES[kind], SOUND.get(kind), output, answers)
 
     @property
     def _prompts(self) -> Mapping[str, Any]:

@@ -15,13 +15,15 @@ from kvbench.results.summary import read_summary, write_summary
 def test_numbers_of_other_samples_or_other_code_or_of_some_examples_are_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_run(tmp_path, "snapkv", [sample(i, 1.0) for i in range(4)])
+    samples = [sample(i, 1.0) for i in range(4)]
+    folder = write_run(tmp_path, "snapkv", samples)
     path = folder / "metrics.json"
     path.write_text(path.read_text().replace('"score": 1.0', '"score": 0.125'))
+    write_summary(folder, samples)
     assert read_result(folder).score == 0.125, "what is read back is what stands there"
     assert read_result(folder, limit=3).score == 1.0
     with monkeypatch.context() as patched:
-        patched.setattr(metrics, "_CODE", b"other")
+        patched.setattr(metrics, "CODE", b"other")
         assert read_result(folder).score == 1.0
     lines = (folder / "samples.jsonl").read_text().splitlines()
     lines[0] = json.dumps({**json.loads(lines[0]), "score": 0.0})

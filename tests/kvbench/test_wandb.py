@@ -24,7 +24,7 @@ from kvbench.report.wandb_logger import WandbLogger
 from kvbench.results.result import Result, read_result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
-from kvbench.sweeps.compute import Guarded, NoLogger, make_watch
+from kvbench.sweeps.compute import Guarded, SweepCallback, make_watch
 
 TARGET = "kvbench.report.wandb_logger.WandbLogger"
 
@@ -215,7 +215,7 @@ def test_a_wrong_setting_is_refused_before_anything_is_computed(fields: dict[str
     assert message in str(refused.value)
 
 
-class Broken(NoLogger):
+class Broken(SweepCallback):
     """A tracker that fails at one of its calls."""
 
     def __init__(self, call: str, error: BaseException) -> None:

@@ -20,13 +20,13 @@ from kvbench.tasks.scores import summary_module
 Cells = Mapping[tuple[float, float], float]  # by length in tokens and depth in percent: a score from 0 to 1
 
 
-def needle_maps(rows: Sequence[Result], _: Mapping[str, Look], paper: Paper | None = None) -> list[tuple[str, Figure]]:
+def needle_maps(rows: Sequence[Result], _: Mapping[str, Look], paper: Paper) -> list[tuple[str, Figure]]:
     """One figure for each task and model with examples that have a length and a depth."""
     found = []
     for panel in panels_of(rows):
         maps = {row: grid for row in panel.rows if (grid := grid_of(row.samples))}
         if any(len({depth for _, depth in grid}) > 1 for grid in maps.values()):
-            found.append((f"heatmap-{panel.task}-{panel.model}", _figure(panel, maps, paper or Paper())))
+            found.append((f"heatmap-{panel.task}-{panel.model}", _figure(panel, maps, paper)))
     return [("heatmap", found[0][1])] if len(found) == 1 else found
 
 

@@ -23,9 +23,7 @@ def held(samples: Sequence[Sample]) -> list[float]:
     return [float(value) for value in np.mean(per_layer, axis=0)]
 
 
-def layer_budgets(
-    rows: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None
-) -> list[tuple[str, Figure]]:
+def layer_budgets(rows: Sequence[Result], looks: Mapping[str, Look], paper: Paper) -> list[tuple[str, Figure]]:
     """One figure with one panel for each task, model and budget in which layers hold different numbers of tokens."""
     panels: dict[str, dict[Result, list[float]]] = {}
     for panel in panels_of(row for row in rows if row.evicts and row.budget is not None):
@@ -35,7 +33,7 @@ def layer_budgets(
     unequal = {k: v for k, v in panels.items() if any(max(one) > 1.01 * min(one) for one in v.values())}
     if not unequal:
         return []
-    sheet = Sheet(len(unequal), 2, *((6.0, 4.0) if len(unequal) == 1 else (4.2, 3.0)), paper or Paper())
+    sheet = Sheet(len(unequal), 2, *((6.0, 4.0) if len(unequal) == 1 else (4.2, 3.0)), paper)
     for index, ((title, own), axes) in enumerate(zip(unequal.items(), sheet.axes, strict=True)):
         equal: dict[tuple[float, ...], list[str]] = {}  # policies with the same layers are one line
         for row, layers in own.items():

@@ -17,7 +17,7 @@ from kvbench.results.result import Result
 SAME = 1e-3  # nats
 
 
-def curves(rows: Sequence[Result], _: Mapping[str, Look], paper: Paper | None = None) -> list[tuple[str, Figure]]:
+def curves(rows: Sequence[Result], _: Mapping[str, Look], paper: Paper) -> list[tuple[str, Figure]]:
     """One panel for each task and model, from the length at which the lines begin to differ.
 
     A line is solid up to the length of the shortest text and dotted where fewer texts are averaged.
@@ -30,7 +30,7 @@ def curves(rows: Sequence[Result], _: Mapping[str, Look], paper: Paper | None = 
     panels: dict[tuple[str, str], list[Result]] = {}
     for run in read:
         panels.setdefault((run.task_label, run.model_label), []).append(run)
-    sheet = Sheet(len(panels), 2, *((6.0, 4.5) if len(panels) == 1 else (4.2, 3.5)), paper or Paper())
+    sheet = Sheet(len(panels), 2, *((6.0, 4.5) if len(panels) == 1 else (4.2, 3.5)), paper)
     for (about, members), axes in zip(panels.items(), sheet.axes, strict=True):
         _panel(axes, members, of_runs)
         sheet.set_title(axes, ", ".join(about))

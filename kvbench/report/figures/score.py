@@ -34,15 +34,13 @@ class Axis:
         return row.score is not None and (row.is_full or (bool(self.budgets) and row.budget is None))
 
 
-def against_budget(
-    rows: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None
-) -> list[tuple[str, Figure]]:
+def against_budget(rows: Sequence[Result], looks: Mapping[str, Look], paper: Paper) -> list[tuple[str, Figure]]:
     """One figure for budgets in tokens, and one for budgets that are shares of the prompt."""
     found = []
     for share in (False, True):
         of_kind = [row for row in rows if row.budget is None or isinstance(row.budget, float) == share]
         if any(row.budget is not None and row.score is not None for row in of_kind):
-            figure = _figure("Score against the budget", of_kind, looks, _budget_axis, paper or Paper(), [])
+            figure = _figure("Score against the budget", of_kind, looks, _budget_axis, paper, [])
             found.append(("budget-share" if share else "budget", figure))
     return found
 
@@ -55,9 +53,7 @@ def _budget_axis(rows: Sequence[Result]) -> Axis:
     return Axis(label, lambda row: float(row.budget or 0), names)
 
 
-def against_bytes(
-    rows: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None
-) -> list[tuple[str, Figure]]:
+def against_bytes(rows: Sequence[Result], looks: Mapping[str, Look], paper: Paper) -> list[tuple[str, Figure]]:
     """Score against the mean bytes that an example's cache held at its end, without reserved but unused bytes."""
     if not any(row.cache_bytes and row.score is not None and not row.is_full for row in rows):
         return []
@@ -68,7 +64,7 @@ def against_bytes(
             full.append(f"{row.line} on {row.task_label}: {(row.cache_bytes or 0) / size:.4g} {unit}")
     below = [f"Not on the axis: {'; '.join(full)}."] if full else []
     below.append("Cache held: keys, values, positions and statistics, without unused capacity.")
-    figure = _figure("Score against the bytes held", rows, looks, _byte_axis, paper or Paper(), below)
+    figure = _figure("Score against the bytes held", rows, looks, _byte_axis, paper, below)
     return [("bytes", figure)]
 
 

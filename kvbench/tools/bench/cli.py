@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import click
 from kvbench.errors import UsageError
 from kvbench.terminal.command import Command, program, quiet
 from kvbench.terminal.outputs import check_folder
-from kvbench.tools.bench.settings import ABOUT, SWEEP, Settings, experiments, parse
+from kvbench.tools.bench.settings import SWEEP, Settings, experiments, parse
 
 _EXPERIMENTS = {"sweep": "policies and budgets as one batch, against single runs", **experiments()}
 HELP = f"""Measure prefill time, decode time, peak memory and cache bytes of policies x prompt lengths x batch sizes.
@@ -32,7 +33,7 @@ Experiments:
 
 \b
 Keys:
-{chr(10).join(f"  {key + '=':13} {text}" for key, text in ABOUT.items())}
+{chr(10).join(f"  {key.name + '=':13} {key.metadata['about']}" for key in fields(Settings))}
 """
 
 

@@ -17,42 +17,28 @@ SWEEP = "sweep"
 BASELINES = ("transformers", "kvpress")
 
 
+def _key(default: Any, about: str) -> Any:  # noqa: ANN401 - a field of any type
+    return field(default_factory=lambda: default, metadata={"about": about})
+
+
 @dataclass
 class Settings:
-    """The fields of the command line; `ABOUT` explains them."""
+    """The fields of the command line."""
 
-    model: Any = "pocket"
-    dtype: str = "auto"
-    device: str = "auto"
-    policies: list[str] = field(default_factory=lambda: ["full", "snapkv", "h2o"])
-    budgets: list[Any] = field(default_factory=lambda: [256])
-    lengths: list[int] = field(default_factory=lambda: [2048])
-    batches: list[int] = field(default_factory=lambda: [1])
-    new_tokens: int = 64
-    rounds: int = 5
-    baselines: list[str] = field(default_factory=lambda: list(BASELINES))
-    schedule: str | None = None
-    decode: str | None = None
-    threads: int | None = None
-    out: str = "results/bench"
-
-
-ABOUT = {
-    "model": "name of conf/model, or folder (random without *.safetensors)",
-    "dtype": "number format of the model, such as bfloat16",
-    "device": "cpu, cuda or cuda:1",
-    "policies": "names of policies, such as snapkv,h2o",
-    "budgets": "tokens per KV head, or shares of the prompt such as 0.5",
-    "lengths": "prompt lengths in tokens",
-    "batches": "batch sizes",
-    "new_tokens": "tokens generated after each prompt",
-    "rounds": "measured rounds, after one warm-up round",
-    "baselines": "transformers, kvpress, or [] for none",
-    "schedule": "prompt or blocks, for all policies (default: the preset's)",
-    "decode": "evict or grow, for all policies (default: the preset's)",
-    "threads": "CPU threads of torch",
-    "out": "folder of the CSV file; rows are appended (results/bench)",
-}
+    model: Any = _key("pocket", "name of conf/model, or folder (random without *.safetensors)")
+    dtype: str = _key("auto", "number format of the model, such as bfloat16")
+    device: str = _key("auto", "cpu, cuda or cuda:1")
+    policies: list[str] = _key(["full", "snapkv", "h2o"], "names of policies, such as snapkv,h2o")
+    budgets: list[Any] = _key([256], "tokens per KV head, or shares of the prompt such as 0.5")
+    lengths: list[int] = _key([2048], "prompt lengths in tokens")
+    batches: list[int] = _key([1], "batch sizes")
+    new_tokens: int = _key(64, "tokens generated after each prompt")
+    rounds: int = _key(5, "measured rounds, after one warm-up round")
+    baselines: list[str] = _key([*BASELINES], "transformers, kvpress, or [] for none")
+    schedule: str | None = _key(None, "prompt or blocks, for all policies (default: the preset's)")
+    decode: str | None = _key(None, "evict or grow, for all policies (default: the preset's)")
+    threads: int | None = _key(None, "CPU threads of torch")
+    out: str = _key("results/bench", "folder of the CSV file; rows are appended (results/bench)")
 
 
 def experiments() -> dict[str, str]:

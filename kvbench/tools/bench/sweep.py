@@ -37,6 +37,14 @@ class Cost:
         """Seconds of prefill and decoding."""
         return self.prefill + self.decode
 
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.prefill + other.prefill,
+            self.decode + other.decode,
+            self.held_bytes + other.held_bytes,
+            self.tokens + other.tokens,
+        )
+
 
 def variants(settings: Settings) -> list[Policy]:
     """Every policy at every budget; a policy without eviction only once."""
@@ -54,7 +62,7 @@ def one_by_one(model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], 
     cost = Cost(0.0, 0.0, 0, [])
     for policy in policies:
         prefill, decode, _, held, tokens = alone(model, policy, ids, new_tokens)
-        cost = Cost(cost.prefill + prefill, cost.decode + decode, cost.held_bytes + held, cost.tokens + tokens)
+        cost += Cost(prefill, decode, held, tokens)
     return cost
 
 
@@ -90,13 +98,7 @@ def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, 
             reset_peak(model.device)
             first = one_by_one(model, ids, policies[:half], settings.new_tokens)
             shared = together(model, ids, policies, settings.new_tokens)
-            second = one_by_one(model, ids, policies[half:], settings.new_tokens)
-            single = Cost(
-                first.prefill + second.prefill,
-                first.decode + second.decode,
-                first.held_bytes + second.held_bytes,
-                first.tokens + second.tokens,
-            )
+            single = first + one_by_one(model, ids, policies[half:], settings.new_tokens)
             rounds.append((single, shared))
             name = f"round {turn} of {settings.rounds}" if turn else "warm-up"
             costs = f"single runs {single.total:.1f} s, one batch {shared.total:.1f} s"

@@ -25,7 +25,7 @@ def lines_of(axes: Axes) -> dict[str, Any]:
 
 def drawn(draw: Any, rows: list[Result], paper: Paper | None = None) -> Figure:
     """The only figure of its kind that these runs make."""
-    ((_, figure),) = draw(rows, panels.looks(rows), paper)
+    ((_, figure),) = draw(rows, panels.looks(rows), paper or Paper())
     return figure
 
 
@@ -122,7 +122,7 @@ def test_layer_budgets_are_means_over_heads_and_examples_of_policies_that_share_
     assert drawn_lines == {"cake": [20.0, 55.0], "h2o, tova": [9.0, 9.0]}
     write_run(tmp_path / "even", "tova", [replace(sample(0, 1.0), kept_tokens=[[9, 9], [9, 9]])])
     even = panels.read(tmp_path / "even")
-    assert layers.layer_budgets(even, panels.looks(even)) == []
+    assert layers.layer_budgets(even, panels.looks(even), Paper()) == []
 
 
 def test_nll_curves_begin_where_they_part_and_each_run_is_a_line(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_the_prompts_kinds_follow_its_saliency_however_it_came(splits: list[int]
     held = feed(ZipCache(k=0.6, v=0.8), keys, values, splits, queries=queries, prompt=200)
     for head in (0, 1):
         order = np.argsort(slow_saliency(queries, keys, head, 0), kind="stable")
-        for column, count in zip(held.columns, (120, 160), strict=True):
+        for column, count in zip(held.parts[0].columns, (120, 160), strict=True):
             low = low_tokens(column)[0, head].nonzero()[:, 0].tolist()
             assert low == sorted(order[:count].tolist())
 
@@ -106,7 +106,7 @@ def test_new_tokens_stay_exact_until_the_gap_is_full_and_then_everything_is_quan
     seen = held.keys
     attended(held, queries[:, :, 109:110], 109)
     held.settle()
-    for column, share in zip(held.columns, (0.6, 0.6), strict=True):
+    for column, share in zip(held.parts[0].columns, (0.6, 0.6), strict=True):
         assert column.tail.count == 0
         assert column.runs[0].tokens == 110
         for head in (0, 1):
@@ -114,7 +114,7 @@ def test_new_tokens_stay_exact_until_the_gap_is_full_and_then_everything_is_quan
             order = logits.softmax(0).sum(-1)[100:].argsort()
             low = low_tokens(column)[0, head, 100:].nonzero()[:, 0].tolist()
             assert low == sorted(order[: int(share * 10)].tolist())
-        assert torch.equal(low_tokens(column)[..., :100], low_tokens(before.columns[0]))
+        assert torch.equal(low_tokens(column)[..., :100], low_tokens(before.parts[0].columns[0]))
     assert not held.watching
 
 

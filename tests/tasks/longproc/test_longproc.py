@@ -122,7 +122,7 @@ def test_a_table_is_compared_by_rows_in_any_order() -> None:
         ("tom_tracking", [{"story": 1, "question": "q", "solution": "s"}], "its story is 1, it must be a text"),
         ("html_to_tsv", [{"task_topic": "x"}], "no field 'task_description'"),
         ("pseudo_to_code", [{"testcases": []}], "testcases must be pairs"),
-        ("tom_tracking", {"a": 1}, "is not a list of rows"),
+        ("tom_tracking", {"a": 1}, "no field 'story'"),
     ],
 )
 def test_rows_that_cannot_be_used_are_refused(

@@ -18,7 +18,7 @@ from kvbench.tasks.ruler.common_words import CommonWords
 from kvbench.tasks.ruler.frequent_words import FrequentWords
 from kvbench.tasks.ruler.niah import RulerNiah
 from kvbench.tasks.ruler.question_answering import QuestionAnswering
-from kvbench.tasks.ruler.templates import document_line, template
+from kvbench.tasks.ruler.templates import DOCUMENT, template
 from kvbench.tasks.ruler.variable_tracking import VariableTracking
 from kvbench.tasks.scores import contains, contains_any
 from kvbench.tasks.task import Tokenizer
@@ -123,7 +123,7 @@ def test_the_templates_are_those_that_lm_eval_carries() -> None:
         assert (template(name).text, template(name).answer_prefix) == (config["template"], config["answer_prefix"])
     config = constants("qa_utils.py")
     assert template("qa").text == config["CONFIG"]["template"]
-    assert document_line() == config["DOCUMENT_PROMPT"]
+    assert config["DOCUMENT_PROMPT"] == DOCUMENT
     config = constants("vt_utils.py")["CONFIG"]["variable_tracking"]
     assert template("variable_tracking").text == config["template"]
     # One word differs: there it is misspelt, and the official prompts have it right.
