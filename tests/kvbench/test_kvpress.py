@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from kv_hybrids import tiny_hybrid
-from kv_models import prompt, tiny
+from kv_models import prompt
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -47,11 +47,6 @@ def policy(name: str, budget: float | None = None) -> KVPress:
     found = make_policy("kvpress", budget, press=made(name))
     assert isinstance(found, KVPress)
     return found
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return prepare(tiny(kv_heads=2))
 
 
 def by_hand(

@@ -35,11 +35,6 @@ STORES = {name: SMALL.get(name, {}) for name in stores()} | {"nvfp4": {"group": 
 LENGTHS = (50, 31, 9)
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return prepare(tiny("llama"))
-
-
 @pytest.fixture(
     scope="module", params=few_fast(("llama", "gemma2"), ("gemma2",), pytest.mark.slow("runs every store twice"))
 )
