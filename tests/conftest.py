@@ -45,10 +45,10 @@ def pytest_runtest_logfinish() -> None:
 def _as_if_alone() -> Iterator[None]:
     """No test draws, logs or reads variables otherwise because of those before it: commands run in this process."""
     torch.default_generator.manual_seed(0)
-    log, before = logging.getLogger("kvbench"), dict(os.environ)
-    level = log.level
+    levels, before = {log: log.level for log in (logging.root, logging.getLogger("kvbench"))}, dict(os.environ)
     yield
-    log.setLevel(level)
+    for log, level in levels.items():
+        log.setLevel(level)
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)

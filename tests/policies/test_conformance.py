@@ -100,7 +100,7 @@ def test_the_budget_holds_and_bytes_are_counted_after_every_call(built: Callable
 
 
 @pytest.mark.parametrize(
-    ("slug", "size"), zip(EVERY_KIND, cycle([(1, KV_HEADS), (BUDGET, QUERY_HEADS), (BUDGET + 1, 1)])), ids=str
+    ("slug", "size"), [*zip(EVERY_KIND, cycle([(1, KV_HEADS), (BUDGET, QUERY_HEADS), (BUDGET + 1, 1)]))], ids=str
 )
 def test_the_budget_holds_around_a_prompt_as_long_as_it_for_every_group_size(
     built: Callable[..., Policy], slug: str, size: tuple[int, int]

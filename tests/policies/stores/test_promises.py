@@ -52,8 +52,7 @@ ATTENDING = [
 ]
 
 
-@pytest.mark.parametrize("dim", [16, 64])
-@pytest.mark.parametrize("store", ATTENDING, ids=str)
+@pytest.mark.parametrize(("store", "dim"), [*zip(ATTENDING, cycle((16, 64)))], ids=str)
 def test_attention_from_codes_is_attention_over_the_dequantised_view(store: Store, dim: int) -> None:
     keys, values = stream(330, dim=dim)
     queries = 3 * torch.randn(1, 6, 330, dim)
