@@ -21,6 +21,7 @@ class Format(NamedTuple):
     the four lowest bits of the scale), or `table` (an entry of a table). bits: of a code; codes of 3, 5, 6 or 7 bits
     are stored in planes of powers of two. group: numbers that share a scale, 0: there is none. least: of a scale.
     levels: of a group's largest number, or of its range. truncated: integers are rounded towards zero.
+    encodes: kernels encode new tokens.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Format(NamedTuple):
     least: float = 0.0
     levels: float = 1.0
     truncated: bool = False
+    encodes: bool = True
 
 
 class Coded(NamedTuple):

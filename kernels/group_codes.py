@@ -144,27 +144,26 @@ def _attend_groups(
 
 @torch.no_grad()
 def decode_groups(
-    queries: Tensor, keys: FlatCodes, values: FlatCodes, ring: Ring, query_positions: Tensor, key_positions: Tensor,
-    starts: Tensor, counts: Tensor, most: int, scaling: float, softcap: float | None = None,
-    sliding_window: int | None = None, sinks: Tensor | None = None,
+    queries: Tensor, keys: FlatCodes, values: FlatCodes, ring: Ring, positions: tuple[Tensor, Tensor],
+    segments: tuple[Tensor, Tensor], most: int, how: tuple[float, float | None, int | None, Tensor | None],
 ) -> Tensor:  # fmt: skip
     """Attention [B,H_q,1,D_v] of the newest queries [B,H_q,1,D] over segments of codes and the tokens of the ring.
 
-    key_positions [N] int32, -1: not read from codes. Keys are coded per channel, and so may be values, in the same
-    groups. starts, counts [B,H]; `most` bounds
-    the counts. Other arguments as in `decode_attention_flat`. Raises ValueError without Triton.
+    positions: of queries [B,1] and slots [N] int32, -1: not read from codes. segments: starts and counts [B,H],
+    each at most `most`. how: scaling, softcap, sliding_window, sinks. Keys are coded per channel, and so may be
+    values, in the same groups. Raises ValueError without Triton.
     """
     require_triton("decode_groups", queries.device)
     dim, value_dim = keys.form.dim, values.form.dim
     fit_heads("decode_groups", dim, value_dim)
-    (batch, query_heads), heads, kept = queries.shape[:2], starts.shape[1], queries.dtype
+    (batch, query_heads), heads, kept = queries.shape[:2], segments[0].shape[1], queries.dtype
     if not queries.is_cuda and kept == torch.bfloat16:  # the interpreter multiplies bit patterns
         queries, ring = queries.float(), Ring(ring.keys.float(), ring.values.float(), ring.positions)
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
-    how: dict[str, Any] = tiles(dim, value_dim, queries.dtype)
+    sizes: dict[str, Any] = tiles(dim, value_dim, queries.dtype)
     room = 512 if max(dim, value_dim) <= 128 else 256  # more would spill, or exceed the shared memory
-    most_tokens = 16 if how["PRODUCTS"] == tl.float32 else room // max(4, keys.form.bits)
-    tokens = min(how.pop("tokens"), most_tokens)
+    most_tokens = 16 if sizes["PRODUCTS"] == tl.float32 else room // max(4, keys.form.bits)
+    tokens = min(sizes.pop("tokens"), most_tokens)
     key, value = layout(keys.form, tokens), layout(values.form, tokens)
     group, whole, pairs = query_heads // heads, -(-most // key.U) * key.WIDTH, batch * heads
     each = slots_of_a_part(
@@ -173,11 +172,11 @@ def decode_groups(
     part_out, part_lse = parts_of(queries, parts := 1 + -(-whole // each), heads, value_dim)
     with torch.cuda.device_of(queries):
         _attend_groups[pairs, parts](
-            view(queries), query_positions.contiguous(), key_positions, starts.contiguous(), counts.contiguous(),
-            keys.views, values.views, view(ring.keys), view(ring.values), view(ring.positions), sinks, part_out,
-            part_lse, heads, ring.positions.shape[-1], each, rule_of(scaling, softcap, sliding_window), KEY=key,
+            view(queries), positions[0].contiguous(), positions[1], *(x.contiguous() for x in segments),
+            keys.views, values.views, view(ring.keys), view(ring.values), view(ring.positions), how[3], part_out,
+            part_lse, heads, ring.positions.shape[-1], each, rule_of(*how[:3]), KEY=key,
             VALUE=value, G=group, ROWS=max(16, next_power_of_two(group)),
-            TILE=32 if how["PRODUCTS"] == tl.float16 else 16, **how,
+            TILE=32 if sizes["PRODUCTS"] == tl.float16 else 16, **sizes,
         )  # fmt: skip
         return join(part_out, part_lse, queries, heads, parts, 1)[0].to(kept)
 

@@ -24,10 +24,10 @@ from kvbench.kernels.references import (
     NOWHERE,
     Attention,
     attention_logits,
+    decode_attention_ref,
     grouped_attention,
     sink_factor,
     visible,
-    widen,
 )
 
 PAIRS_AT_ONCE = 2**22  # of query and slot, over all query heads: 16 MiB of float32 logits, 4 MiB of mask
@@ -56,12 +56,13 @@ def masked_attention(
     """Attention output [B,H_q,M,D'], 0 for a query that sees nothing. Memory is linear in M and in T.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], values [B,H_kv,T,D'], query_positions [B,M], key_positions [B,H_kv or 1,T];
-    -1 = padding, empty slot. sinks [1,H_q]: see `sink_factor`. columns: slot i has the token of query i, in every
-    head, so that a sliding window excludes most slots. bias [B,H_kv,T]: see `attention_logits`.
+    -1 = padding, empty slot. sinks [1,H_q]: see `sink_factor`. columns: the last M slots have the tokens of the
+    queries, after all older ones, in every head, so that a sliding window excludes most slots. bias [B,H_kv,T]: see
+    `attention_logits`.
     """
     batch, query_heads, new, _ = queries.shape
     slots = keys.shape[2]
-    window = sliding_window if columns else None
+    older, window = slots - new, sliding_window if columns else None
     width = slots if window is None else min(slots, window + ROWS_OF_A_WINDOW)
     at_once = max(1, PAIRS_AT_ONCE // (batch * query_heads * width))
     if window is not None:
@@ -69,7 +70,7 @@ def masked_attention(
     outs = []
     for first in range(0, new, at_once):
         end = min(first + at_once, new)
-        reach = slice(0 if window is None else max(0, first + 1 - window), end if columns else slots)
+        reach = slice(0 if window is None else max(0, older + first + 1 - window), older + end if columns else slots)
         here = queries[:, :, first:end], keys[:, :, reach], values[:, :, reach]
         seen = visible(query_positions[:, first:end], key_positions[..., reach], sliding_window)
         added = None if bias is None else bias[..., reach]
@@ -78,20 +79,10 @@ def masked_attention(
 
 
 def attention_behind(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """`masked_attention` if the last M of T slots have the tokens of the queries, in order, after all older ones.
-
-    Positions are not read, and one small mask is used for all heads: [B,H_q,M,D] -> [B,H_q,M,D'].
-    """
-    batch, query_heads, new, _ = queries.shape
-    older = keys.shape[2] - new
-    at_once = max(1, PAIRS_AT_ONCE // (batch * query_heads * keys.shape[2]))
-    outs = []
-    for first in range(0, new, at_once):
-        end = min(first + at_once, new)
-        reach = slice(0, older + end)
-        seen = torch.ones(1, 1, end - first, older + end, dtype=torch.bool, device=keys.device).tril(older + first)
-        outs.append(grouped_attention(queries[:, :, first:end], keys[:, :, reach], values[:, :, reach], seen, scaling))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+    """`masked_attention` of `columns`, without positions: one small mask for all heads; [B,H_q,M,D] -> [B,H_q,M,D']."""
+    new, slots = queries.shape[2], keys.shape[2]
+    places = torch.arange(slots, device=keys.device)[None]
+    return masked_attention(queries, keys, values, places[:, slots - new :], places[None], scaling, columns=True)
 
 
 def _block(
@@ -118,19 +109,11 @@ def prompt_attention_ref(
     queries: Tensor, keys: Tensor, values: Tensor, query_positions: Tensor, key_positions: Tensor, scaling: float,
     softcap: float | None = None, sliding_window: int | None = None, sinks: Tensor | None = None,
 ) -> Attention:  # fmt: skip
-    """The definition: all logits at once. Arguments and result as in `prompt_attention`."""
-    logits = attention_logits(queries, keys, scaling, softcap)  # [B,H_kv,G,M,T]
-    seen = visible(query_positions, key_positions, sliding_window)[:, :, None]
-    logits = logits.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        taken = widen(sinks).view(1, keys.shape[1], -1, 1, 1).expand(*logits.shape[:4], 1)
-        taken = taken.masked_fill(query_positions[:, None, None, :, None] < 0, -torch.inf)
-        logits = torch.cat([logits, taken], dim=-1)
-    lse = torch.logsumexp(logits, -1)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    rows = torch.exp(logits - lse[..., None])[..., : keys.shape[2]]
-    out = rows @ widen(values)[:, :, None]
-    return Attention(out.flatten(1, 2).to(values.dtype), lse.flatten(1, 2))
+    """The definition: that of `decode_attention`. Arguments and result as in `prompt_attention`."""
+    call = queries, keys, values, query_positions, key_positions, scaling, softcap, sliding_window, sinks
+    found = decode_attention_ref(*call)
+    blind = (found.log_sum_exp == -torch.inf) | (query_positions < 0)[:, None]
+    return Attention(found.out, found.log_sum_exp.masked_fill(blind, torch.inf))
 
 
 def _library_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Attention | None:
@@ -278,22 +261,17 @@ def prompt_attention(
     log-sum-exp +inf, so that its weights are 0. CUDA: a fused kernel of PyTorch, otherwise flex_attention, or PyTorch
     where that has no kernel. CPU, float64: PyTorch.
     """
-    call = scaling, softcap, sliding_window, sinks
+    call, dim = (scaling, softcap, sliding_window, sinks), queries.shape[-1]
     inside = sliding_window is None or sliding_window >= keys.shape[2]
     plain = aligned and inside and softcap is None and sinks is None
     if plain and queries.is_cuda and queries.dtype != torch.float64:
         out = _library_attention(queries, keys, values, scaling)
         if out is not None:
             return out
-    if queries.is_cuda and has_flex_kernel(queries, values):
+    if queries.is_cuda and queries.element_size() == 2 and min(dim, values.shape[-1]) >= SMALLEST_FLEX_HEAD:
         return flex_prompt_attention(queries, keys, values, query_positions, key_positions, *call, aligned)
     most = LOGITS_AT_ONCE_GPU if queries.is_cuda else LOGITS_AT_ONCE
     at_once = max(1, most // (queries.shape[0] * queries.shape[1] * keys.shape[2]))
     parts = zip(queries.split(at_once, 2), query_positions.split(at_once, 1), strict=True)
     some = [prompt_attention_ref(q, keys, values, at, key_positions, *call) for q, at in parts]
     return Attention(torch.cat([part.out for part in some], 2), torch.cat([part.log_sum_exp for part in some], 2))
-
-
-def has_flex_kernel(queries: Tensor, values: Tensor) -> bool:
-    """Whether flex_attention has a kernel for the dtype and the heads of a call."""
-    return queries.element_size() == 2 and min(queries.shape[-1], values.shape[-1]) >= SMALLEST_FLEX_HEAD

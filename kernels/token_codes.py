@@ -111,37 +111,36 @@ def tiles(dim: int, dtype: torch.dtype, table: bool) -> dict[str, Any]:
 
 @torch.no_grad()
 def decode_codes(
-    queries: Tensor, keys: Coded, values: Coded, query_positions: Tensor, key_positions: Tensor | None, starts: Tensor,
-    counts: Tensor, most: int, scaling: float, new_tokens: NewTokens, softcap: float | None = None,
-    sliding_window: int | None = None, sinks: Tensor | None = None, dtype: torch.dtype | None = None,
-    rotation: Tensor | None = None,
+    queries: Tensor, keys: Coded, values: Coded, new_tokens: NewTokens, positions: tuple[Tensor, Tensor | None],
+    segments: tuple[Tensor, Tensor], most: int, how: tuple[float, float | None, int | None, Tensor | None],
+    dtype: torch.dtype, rotation: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention [B,H_q,1,D] of the newest queries over segments of codes: `decode_attention_flat` on codes.
 
-    key_positions [N], None: slots of a segment are positions. new_tokens: the exact tokens of this step, whose slots
-    [B,H] (-1: none) are not read from codes. dtype: of the model, if queries are wider. rotation [D,D]: by which the
-    output is multiplied. Raises ValueError without Triton.
+    new_tokens: the exact tokens of this step, whose slots [B,H] (-1: none) are not read from codes. positions: of
+    queries [B,1] and slots [N]; None: slots of a segment are positions. segments: starts and counts [B,H], each at
+    most `most`. how: scaling, softcap, sliding_window, sinks. dtype: of the model, if queries are wider. rotation
+    [D,D]: by which the output is multiplied. Raises ValueError without Triton.
     """
     require_triton("decode_codes", queries.device)
     fit_heads("decode_codes", keys.dim, values.dim)
-    (batch, query_heads), heads = queries.shape[:2], starts.shape[1]
+    (batch, query_heads), heads, rule = queries.shape[:2], segments[0].shape[1], rule_of(*how[:3])
     key, value, group = keys.layout, values.layout, query_heads // heads
     if not queries.is_cuda and queries.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns
-        queries, dtype = queries.float(), dtype or queries.dtype
+        queries = queries.float()
         new_tokens = new_tokens._replace(keys=new_tokens.keys.float(), values=new_tokens.values.float())
     table = key.KIND == "table" and key.PERMUTE is None
-    sizes = tiles(max(key.BLOCK_D, value.BLOCK_D), dtype or queries.dtype, table)
+    sizes = tiles(max(key.BLOCK_D, value.BLOCK_D), dtype, table)
     pairs = batch * heads
     each = slots_of_a_part(pairs, most, sizes["BLOCK_T"], programs_at_once(queries.device), SLOTS_A_PART)
     parts = max(1, -(-most // each))
     part_out, part_lse = parts_of(queries, parts, heads, values.dim)
-    rule = rule_of(scaling, softcap, sliding_window)
-    counts = counts.contiguous()
+    starts, counts = (x.contiguous() for x in segments)
     with torch.cuda.device_of(queries):
         _attend_codes[pairs, parts](
-            view(queries), query_positions.contiguous(), key_positions, starts.contiguous(), counts,
+            view(queries), positions[0].contiguous(), positions[1], starts, counts,
             *keys.memory, *values.memory, view(new_tokens.keys), view(new_tokens.values),
-            new_tokens.slots.contiguous(), sinks, part_out, part_lse, heads, each, rule.scale,
+            new_tokens.slots.contiguous(), how[3], part_out, part_lse, heads, each, rule.scale,
             rule.cap, rule.window, keys.factor, values.factor, KEY=key, VALUE=value, G=group,
             ROWS=max(16, next_power_of_two(group)), **sizes,
         )  # fmt: skip

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import pandas as pd
 import yaml
 
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, show
-from kvbench.report.table import Table
+from kvbench.report.table import Table, table_of
 from kvbench.results.result import load_results
 from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program
 from kvbench.terminal.outputs import check_output
@@ -55,8 +54,7 @@ def as_table(verdicts: Sequence[Verdict]) -> Table:
             rows.append([*first, "", "", "", ""])
     columns = ["name", "claim", "verdict", "comparison", "difference", "95% interval", "n"]
     notes = [f"{one.claim.name}: {remark}" for one in verdicts for remark in one.remarks]
-    frame = pd.DataFrame(rows, columns=columns)
-    return Table(frame, f"{len(verdicts)} claims", notes, left=columns[:4], groups=["name"])
+    return table_of(columns, rows, f"{len(verdicts)} claims", left=columns[:4], notes=notes, groups=["name"])
 
 
 if __name__ == "__main__":

@@ -65,11 +65,6 @@ COMMANDS = Commands(
 )
 
 
-def _commands() -> str:
-    """The sub-commands, for --help."""
-    return "\n".join(f"  {name:10} {about}" for name, (_, about) in COMMANDS.places.items())
-
-
 def _overrides(incomplete: str) -> list[str]:
     """The overrides that may continue a word: fields of conf/config.yaml; after `policy=`, names of the group."""
     config = load(CONF / "config.yaml")
@@ -143,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] in COMMANDS.places:
         return program(COMMANDS)(words)
     if not {"-h", "--help"}.isdisjoint(words):  # Hydra would first list every group of every folder
-        sys.stdout.write(HELP.format(commands=_commands(), groups=_groups(), fields=_fields()))
+        commands = "\n".join(f"  {name:10} {about}" for name, (_, about) in COMMANDS.places.items())
+        sys.stdout.write(HELP.format(commands=commands, groups=_groups(), fields=_fields()))
         return 0
     if words and words[0][:1] not in ("-", "+", "~") and "=" not in words[0]:
         raise unknown("command", words[0], list(COMMANDS.places))

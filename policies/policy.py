@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from kvbench.errors import LARGEST, as_python
-from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator, required_length
+from kvbench.policies.allocators.allocator import Allocator, required_length
 from kvbench.policies.allocators.threshold import with_threshold
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.allocators.whole_pages import check_pages, paged_allocator
@@ -296,26 +296,3 @@ def read_plan(policy: Policy, length: int) -> ReadPlan:
             f"too small: it must be at least {2 if plan.cuts else plan.page}"
         )
     return plan
-
-
-def leaves_whole(policy: Policy, layers: int, length: int) -> bool:
-    """Whether an allocator with statistics keeps a prompt of `length` tokens whole."""
-    assert isinstance(policy.allocator, StatisticAllocator)
-    assert policy.scorer is not None
-    floor = least_budget(policy.scorer, policy.allocator)
-    return policy.allocator.leaves_whole(length, total_slots(policy, layers, length), layers, floor)
-
-
-def shared_budgets(policy: Policy, statistics: Sequence[Sequence[float]], layers: int, length: int) -> list[int]:
-    """Slots per KV head of the layers measured so far (one statistic each), for a prompt longer than the budget."""
-    allocator = policy.allocator
-    assert isinstance(allocator, StatisticAllocator)
-    assert policy.scorer is not None
-    total, floor = total_slots(policy, layers, length), least_budget(policy.scorer, allocator)
-    budgets = allocator.share(statistics, total, layers, floor, length)
-    if not allocator.exact:
-        return budgets
-    unmeasured = layers - len(statistics)
-    assert all(floor <= budget <= length for budget in budgets), "a layer's share must be within its bounds"
-    assert sum(budgets) == total if unmeasured == 0 else sum(budgets) <= total - floor * unmeasured
-    return budgets

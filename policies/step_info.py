@@ -37,12 +37,10 @@ class AttentionParams(NamedTuple):
     latents: Latents | None = None  # if the store holds latents
 
     @property
-    def layer_sinks(self) -> Tensor | None:
-        """Sinks [H_q] of one layer, as kernels take them."""
-        if self.sinks is None:
-            return None
-        assert len(self.sinks) == 1, "a kernel attends one layer at a time"
-        return self.sinks[0]
+    def for_kernels(self) -> tuple[float, float | None, int | None, Tensor | None]:
+        """Scaling, soft cap, sliding window and sinks [H_q], for a kernel, which attends one layer at a time."""
+        assert self.sinks is None or len(self.sinks) == 1, "these are the sinks of several layers"
+        return *self[:3], None if self.sinks is None else self.sinks[0]
 
 
 class QueryWindow(NamedTuple):

@@ -68,7 +68,7 @@ MUTANTS = (
     Mutant("caote: error", "distance.mul_(alpha / (1 - alpha).clamp_(min=self.eps))", "distance.mul_(alpha * (1 - alpha).clamp_(min=self.eps))"),
     Mutant("fastcaote: mean over stored tokens", "counted.sum(-1, keepdim=True).clamp(min=1)\n        mean", "counted.sum(-1, keepdim=True).clamp(min=2) + 1\n        mean"),
     Mutant("caote: which rows minmax_sum takes", "scores = torch.where(lowest < 0, shifted, scores)", "scores = torch.where(lowest <= 0, shifted, scores)"),
-    Mutant("selection: ties go to the lower position", "return positions.masked_fill(stays, -1).argmax(-1, keepdim=True)", "return positions.masked_fill(stays, 2**30).argmin(-1, keepdim=True)"),
+    Mutant("selection: ties go to the lower position", "return self.positions.masked_fill(stays, -1).argmax(-1, keepdim=True)", "return self.positions.masked_fill(stays, 2**30).argmin(-1, keepdim=True)"),
     Mutant("ranking: newest protected", "stays |= positions >= (seen -", "stays |= positions > (seen -"),
     Mutant("latents: window rows of K-VEC", "return self.window_mean(window)[:, 0]", "return self.window_sums(window)[:, 0]"),
     Mutant("audit: a layer over its promise", "over = (most > promised).nonzero()", "over = (most > promised + 1).nonzero()"),

@@ -19,7 +19,6 @@ from kvbench.kernels.tiles import INTERPRETED, decodes, use_triton
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, known_weights
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store import CompressedStore
 
 
 def attend(step: Step, needs: Needs) -> Tensor:
@@ -80,8 +79,7 @@ def _attend_newest(seen: Observation) -> Tensor | None:
         return None
     packed = seen.sees_all
     places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (seen.query_positions, seen.positions)
-    how = *places, *seen.params[:3], seen.params.layer_sinks
-    call = seen.queries, seen.keys, seen.values, *how
+    call = seen.queries, seen.keys, seen.values, *places, *seen.params.for_kernels
     attention = decode_attention(*call, packed=packed, weights=True, bias=seen.slots.bias)
     assert attention.weights is not None
     seen.known |= known_weights(attention.weights)
@@ -103,7 +101,8 @@ def attend_and_sum(seen: Observation, statistic: Literal["column_sums", "moments
     attended = log_sum_exp = None
     if use_triton(queries) and use_triton(values):
         sinks, in_order = None, _in_order(seen)
-        out, log_sum_exp, _ = prompt_attention(queries, seen.keys, values, *call, seen.params.layer_sinks, in_order)
+        how = *call[:2], *seen.params.for_kernels
+        out, log_sum_exp, _ = prompt_attention(queries, seen.keys, values, *how, in_order)
     elif queries.element_size() == 2:
         return None
     else:
@@ -133,12 +132,9 @@ def _in_order(seen: Observation) -> bool:
 def _attend(step: Step) -> Tensor:
     """Attention by the first implementation that supports the step."""
     queries, params, held = step.queries, step.params, step.store
-    if not step.fresh and (
-        isinstance(held, CompressedStore) or (isinstance(held, SlotStore) and held.starts is not None)
-    ):
-        out = held.attend(queries, step.positions, params)  # on codes, or on heads of different lengths
-        if out is not None:
-            return out
+    out = None if step.fresh else held.attend(queries, step.positions, params)  # of codes, or heads unlike in length
+    if out is not None:
+        return out
     slots, window, scale = held.slots, params.sliding_window, params.scaling
     covered = window is None or step.span.end <= window  # the window hides no token
     plain = covered and slots.bias is None and params.softcap is None and params.sinks is None
@@ -160,18 +156,18 @@ def _attend(step: Step) -> Tensor:
 def _attend_by_kernel(step: Step, covered: bool) -> Tensor | None:
     """Attention by a kernel for GPUs, None if no kernel supports the step; covered: a sliding window hides no token."""
     queries, params, held = step.queries, step.params, step.store
-    stored, slots, window = (queries, held.keys, held.values), held.slots, params.sliding_window
-    how = params.scaling, params.softcap
+    stored, slots = (queries, held.keys, held.values), held.slots
     if not step.fresh and decodes(queries):
         packed = covered and slots.packed
         places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (step.positions, held.positions)
-        seen, sinks = None if covered else window, params.layer_sinks
-        return decode_attention(*stored, *places, *how, seen, sinks, packed=packed, bias=slots.bias).out
+        how = params._replace(sliding_window=None) if covered else params
+        newest = *stored, *places, *how.for_kernels
+        return decode_attention(*newest, packed=packed, bias=slots.bias).out
     gradients = torch.is_grad_enabled() and queries.requires_grad
     if slots.bias is not None or not use_triton(queries) or not use_triton(held.values) or gradients:
         return None
     aligned = step.fresh or (covered and _newest_last(step))
-    call = *stored, step.positions, held.positions, *how, window, params.layer_sinks
+    call = *stored, step.positions, held.positions, *params.for_kernels
     return prompt_attention(*call, aligned=aligned).out
 
 

@@ -3,7 +3,7 @@
 from functools import cached_property
 
 from kvbench.policies.allocators.allocator import StatisticAllocator
-from kvbench.policies.policy import Policy, layer_budgets, leaves_whole, shared_budgets
+from kvbench.policies.policy import Policy, layer_budgets, total_slots
 from kvbench.policies.policy_checks import least_budget
 from kvbench.policies.selections.pages import Pages
 
@@ -52,17 +52,26 @@ class Budgets:
 
     # --- budgets that are measured on the prompt ---------------------------------------------------------------------
     @property
-    def exceeded(self) -> bool:
-        """Whether the prompt is longer than the budget."""
-        return not leaves_whole(self._policy, self._layers, self._length)
+    def leaves_whole(self) -> bool:
+        """Whether an allocator with statistics keeps the whole prompt."""
+        allocator = self._policy.allocator
+        assert isinstance(allocator, StatisticAllocator)
+        return allocator.leaves_whole(self._length, self._total, self._layers, self._least)
 
     def measured(self, statistic: list[float]) -> None:
         """Store the allocator's statistic of one more layer."""
         self._statistics.append(statistic)
 
     def share(self) -> None:
-        """Divide the total budget among the layers measured so far."""
-        found = shared_budgets(self._policy, self._statistics, self._layers, self._length)
+        """Divide the total budget of a prompt that exceeds it among the layers measured so far."""
+        allocator, total, measured = self._policy.allocator, self._total, len(self._statistics)
+        assert isinstance(allocator, StatisticAllocator)
+        found = allocator.share(self._statistics, total, self._layers, self._least, self._length)
+        if allocator.exact:
+            rest = self._least * (self._layers - measured)
+            assert all(self._least <= budget <= self._length for budget in found), "a share must be within its bounds"
+            assert sum(found) <= total - rest, "an allocator must not exceed the total"
+            assert rest or sum(found) == total, "an allocator must distribute exactly the total"
         self._shares, self._after = found + self.shares[len(found) :], []
 
     # --- the promise -------------------------------------------------------------------------------------------------
@@ -88,7 +97,7 @@ class Budgets:
         length, whole = self._length, 0
         if isinstance(self._policy.allocator, StatisticAllocator):
             # An allocator may leave a prompt beyond the budget whole until decoding evicts.
-            whole = length * leaves_whole(self._policy, self._layers, length)
+            whole = length * self.leaves_whole
         new = length - self.opened
         return [max(min(budget, old + new), whole) for budget, old in zip(self.shares, self._before, strict=True)]
 
@@ -99,6 +108,11 @@ class Budgets:
             end = self.opened + settled
             before = [min(self.within(layer, end), end) for layer in range(self._layers)]
         return [held + seen - self.opened - settled for held in before]
+
+    @property
+    def _total(self) -> int:
+        """Slots per KV head over all layers."""
+        return total_slots(self._policy, self._layers, self._length)
 
     @property
     def _length(self) -> int:

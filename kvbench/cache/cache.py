@@ -9,8 +9,9 @@ Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots
 
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from collections.abc import Sequence as List
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,13 @@ from transformers.cache_utils import Cache
 from kvbench.cache import NAME
 from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call, check_scores
-from kvbench.cache.columns import Columns
+from kvbench.cache.calls import CallingModel, Columns
 from kvbench.cache.eviction import Evictions
+from kvbench.cache.extra import Passed
 from kvbench.cache.extras import extras_of, layers_of
 from kvbench.cache.families import check_interface, layout_of
 from kvbench.cache.hook import LayerCall, check_attention
-from kvbench.cache.interface import CallingModel, check_policy, uncompiled
+from kvbench.cache.interface import check_policy, uncompiled
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.sequence import Sequence, check_length, spread
 from kvbench.cache.step import Step, append, no_attention
@@ -63,9 +65,6 @@ class KVCache(Cache):
       policy that evicts from a quantized store cannot take another prompt.
     """
 
-    _teacher_forced: ClassVar[bool] = False
-    """Whether a call may bring several tokens after the prompt, each of which counts as a decoded token."""
-
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -84,15 +83,13 @@ class KVCache(Cache):
         for length in prompt_length if isinstance(prompt_length, List) and prompt_length else [prompt_length]:
             if length is not None:
                 check_length(length)
-        self.extras = extras_of(self._layout)
+        self.extras = extras_of(self._layout, [policy])
         for extra in self.extras:
             extra.check(policy)
         check_layers(len(self._layout.attention), policy.store, policy.pre_pass)
-        several = self._teacher_forced or (policy.store.exact and not policy.evicts)
-        self._settings = self.config, policy, several
         self.sequences: list[Sequence] = []
         named = [len(x) for x in (prompt_length, question) if isinstance(x, List)]
-        self._add_sequences(named[0] if named else 1)
+        self._add_sequences(named[0] if named else 1, policy)
         self.one_prompt = False  # all sequences process one and the same prompt
         self._evictions = Evictions(self.extras)
         self._model = CallingModel(self.config)
@@ -103,20 +100,24 @@ class KVCache(Cache):
         super().__init__(layers=layers)
         self._is_user_defined = False  # transformers sets it if `model.generate` receives the cache
 
-    def _add_sequences(self, count: int) -> None:
+    def _add_sequences(self, count: int, policy: Policy) -> None:
         """Begin `count` sequences in place of those of the cache. ValueError if lengths or questions name others."""
         lengths = spread(self._prompt_length, count, "prompt_length")
         questions = spread(self._question, count, "question")
-        config, policy, several = self._settings
         each = enumerate(zip(lengths, questions, strict=True))
-        self.sequences[:] = [Sequence(config, policy, n, several, begin, row) for row, (n, begin) in each]
+        self.sequences[:] = [Sequence(self.config, policy, n, begin, row) for row, (n, begin) in each]
+
+    def join(self, sequences: Iterable[Sequence]) -> None:
+        """Add sequences of other caches of this model, which are not copied."""
+        self.sequences += sequences
+        self.extras[:] = extras_of(self._layout, [sequence.policy for sequence in self.sequences])
 
     def _begin_rows(self, rows: int) -> None:
         """Begin a sequence for each row of the first call. ValueError for another number of rows later."""
         if rows != len(self.sequences):
             if len(self.sequences) > 1 or self.sequences[0].started:
                 raise ValueError(f"the cache has {len(self.sequences)} sequences, the model was called with {rows}")
-            self._add_sequences(rows)
+            self._add_sequences(rows, self.policy)
 
     def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         """Append the inputs [B,D,M] of a convolution, whose layer may come before the first one with attention."""
@@ -129,50 +130,34 @@ class KVCache(Cache):
     @uncompiled  # transformers passes the result on to the attention function
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[LayerCall | Tensor, LayerCall | Tensor]:
+    ) -> Passed:
         """Pass the new keys and values [B,H_kv,M,D] of a layer, or its latents, to the attention that appends them."""
         place, new = self._places[layer_idx], (key_states, value_states)
         if place == 0 and (self.config._attn_implementation != NAME or "kvpress" in sys.modules):
             check_attention(self.config)
         for extra in self.extras:
-            call = extra.new_call(self, layer_idx, place, *new)
-            if call is not None:
-                return call.passed
-        return LayerCall(self, layer_idx, *new).passed
-
-    def called(
-        self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
-    ) -> Tensor:
-        """The attention of a layer."""
-        index, keys, values = self._places[call.index], call.new_keys, call.new_values
-        if index == 0:
-            self._model.check(module)
-        if any(sequence.policy.needs.model for sequence in self.sequences):
-            params = params._replace(model=model_layer(module, queries))
-        mask = self._real(columns, queries) if index == 0 else None
-        return self.attend(index, queries, keys, values, mask, params)
-
-    def _real(self, columns: Columns, queries: Tensor) -> Tensor | None:
-        """The new tokens of a call that are no padding; sequences of the engine are checked and have none."""
-        if not self.sequences or self.sequences[0].isolated:
-            return None
-        seen = [one.seen for one in self.sequences] if self.sequences[0].started else []
-        return self._model.real(columns, queries, seen)
+            passed = extra.new_call(self, layer_idx, place, *new)
+            if passed is not None:
+                return passed
+        call = LayerCall(self, layer_idx, *new)
+        return call, call
 
     def attend(
-        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
+        self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
         """One layer of a call: append, attend, evict as scheduled. Returns the attention output [B,H_q,M,D].
 
-        The call begins with its first layer and ends with its last. mask [B,M] bool marks the real tokens of this call,
-        None if all are.
+        The call begins with its first layer and ends with its last.
         """
+        index = self._places[call.index]
         if index == 0:
-            self._begin_call(queries, mask)
+            self._begin_call(module, queries, columns)
+        if any(sequence.policy.needs.model for sequence in self.sequences):
+            params = params._replace(model=model_layer(module, queries))
         for extra in self.extras:
             extra.begin_layer()
         attend = self._attend_prompt if self.one_prompt else self._attend_rows
-        out = attend(index, queries, keys, values, params)
+        out = attend(index, queries, call.new_keys, call.new_values, params)
         if index == len(self.attention_layers) - 1 and all(extra.call_is_over for extra in self.extras):
             self.end_call()
         return out
@@ -186,11 +171,10 @@ class KVCache(Cache):
         for sequence in sorted(self.sequences, key=lambda sequence: sequence.cost):
             try:
                 for span in sequence.spans if sequence.error is None else ():
-                    self._begin_step(sequence, 0, slice(None))
                     shared = known[sequence.policy.granularity]
                     step = append(sequence, index, span, queries, keys, values, params, shared)
                     if out is None:
-                        out = self._attend_step(step, row=0)
+                        out = self._attend_step(step)
                     else:
                         self._evictions.add(step)
             except Exception as error:
@@ -211,40 +195,42 @@ class KVCache(Cache):
                 for span in sequence.spans if sequence.error is None else ():
                     first = columns - count + span.start - sequence.spans[0].start
                     here = slice(first, first + span.end - span.start)
-                    self._begin_step(sequence, row, here)
-                    if here == slice(0, columns):
-                        out = self._attend_step(append(sequence, index, span, *own, params), row)
+                    whole = here == slice(0, columns)
+                    some = own if whole else (own[0][:, :, here], own[1][:, :, here], own[2][:, :, here])
+                    step = append(sequence, index, span, *some, params)
+                    step.row, step.first = row, first
+                    if whole:
+                        out = self._attend_step(step)
                         continue
                     out = no_attention(own[0], own[2], params) if out is None else out
-                    some = own[0][:, :, here], own[1][:, :, here], own[2][:, :, here]
-                    step = append(sequence, index, span, *some, params)
-                    out[:, :, here] = self._attend_step(step, row, first)
+                    out[:, :, here] = self._attend_step(step)
             except Exception as error:
                 sequence.fail(error)
             outs.append(no_attention(own[0], own[2], params) if out is None else out)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _attend_step(self, step: Step, row: int, first: int = 0) -> Tensor:
-        """Attend and evict; first: the column of the step's first token in the call."""
+    def _attend_step(self, step: Step) -> Tensor:
+        """Attend and evict, in the order of the schedule."""
         attends_first = step.policy.schedule.order == "attend_then_evict"
         if not attends_first:
             self._evictions.add(step)
         out = attend(step, step.policy.needs) if attends_first else attend_to_survivors(step)
         for extra in self.extras:
-            extra.attended(step.layer.index, step, row, first)
+            extra.attended(step)
         if attends_first:
             self._evictions.add(step)
         return out
 
-    def _begin_step(self, sequence: Sequence, row: int, columns: slice) -> None:
-        for extra in self.extras:
-            extra.begin_step(sequence, row, columns)
-
-    def _begin_call(self, queries: Tensor, mask: Tensor | None) -> None:
-        """Split a call of queries [B,H_q,M,D] into the steps of every sequence."""
+    def _begin_call(self, module: nn.Module, queries: Tensor, columns: Columns) -> None:
+        """Check a call of queries [B,H_q,M,D], and split it into the steps of every sequence."""
+        self._model.check(module)
+        mask = None  # [B,M] bool: the tokens that are no padding
+        if self.sequences and not self.sequences[0].isolated:  # those of the engine are checked and have no padding
+            seen = [one.seen for one in self.sequences] if self.sequences[0].started else []
+            mask = self._model.real(columns, queries, seen)
         self._evictions.end_call()  # of a model with layers without a cache at its end
-        rows, columns = (len(self.sequences) if self.one_prompt else len(queries)), queries.shape[2]
-        if self._is_user_defined and columns == 1 and self.seen == self._layout.restart_length:
+        rows, new = (len(self.sequences) if self.one_prompt else len(queries)), queries.shape[2]
+        if self._is_user_defined and new == 1 and self.seen == self._layout.restart_length:
             raise ValueError(
                 f"the answer reaches token {self.seen + 1} of the text, where transformers computes texts of this "
                 "model again from their beginning, with other rotary factors (longrope): use kvbench.generate, which "
@@ -253,11 +239,11 @@ class KVCache(Cache):
         self._begin_rows(rows)
         for extra in self.extras:
             extra.begin_call(self.sequences, mask)
-        self._counts = [columns] * rows if mask is None else mask.sum(-1).tolist()
+        self._counts = [new] * rows if mask is None else mask.sum(-1).tolist()
         for sequence, count in zip(self.sequences, self._counts, strict=True):
             if sequence.error is None:
                 try:
-                    sequence.begin_call(count, columns, self._is_user_defined)
+                    sequence.begin_call(count, new, self._is_user_defined)
                 except Exception as error:
                     sequence.fail(error)
 
@@ -294,7 +280,7 @@ class KVCache(Cache):
         if not any(sequence.started for sequence in self.sequences) and self._prompt_length is None:
             self._prompt_length, self._question = length, question  # of as many sequences as the first call brings
             count = len(length) if isinstance(length, List) else len(self.sequences)
-            self._add_sequences(count)
+            self._add_sequences(count, self.policy)
             return
         lengths = spread(length, len(self.sequences), "prompt_length")
         questions = spread(question, len(self.sequences), "question")

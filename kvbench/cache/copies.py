@@ -26,6 +26,6 @@ def together(caches: List[KVCache], one_prompt: bool = False) -> KVCache:
     one_prompt: all sequences process one and the same prompt, as one step that attends before it evicts.
     """
     found = empty_like(caches[0])
-    found.sequences += [sequence for cache in caches for sequence in cache.sequences]
+    found.join(sequence for cache in caches for sequence in cache.sequences)
     found.one_prompt = one_prompt
     return found

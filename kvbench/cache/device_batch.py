@@ -23,14 +23,16 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from kvbench.cache.arena import ENDLESS, PADDING, Arena, can_join, evicts, slot_store, slots_to_grow, step_formats
 from kvbench.cache.cache import KVCache
+from kvbench.cache.calls import Columns
 from kvbench.cache.device_eviction import WINDOW, Kind, Part, kind_of, rows_of_parts
 from kvbench.cache.device_groups import STATE, exact_state, follow, from_slots, ring_of, to_slots
 from kvbench.cache.footprint import decoded
+from kvbench.cache.hook import LayerCall
 from kvbench.cache.layer import Layer
 from kvbench.cache.sequence import Sequence
 from kvbench.kernels.decode import decode_attention_flat
@@ -318,37 +320,27 @@ class DeviceBatch(KVCache):
 
     # --- a step ----------------------------------------------------------------------------------------------------
     def attend(
-        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
+        self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
         """Append the new keys and values [P,H,1,D] of a layer and attend: [P,H_q,1,D]; evict after the last layer."""
-        assert mask is None, "decoded tokens are not padded"
+        index = self._places[call.index]
         if index == 0:
             self._take_slots()
         arena, (starts, counts, slots, gone) = self._arena, self._of_layers[index]
         self._attended.append((queries, params))
-        tokens, codec = NewTokens(keys, values, slots), self._codecs[index]
+        tokens, codec = NewTokens(call.new_keys, call.new_values, slots), self._codecs[index]
         places, memory = (self.positions, arena.positions[index]), arena.memory[index]
         if codec is not None and codec.grouped:
-            call = memory, ring_of(self.lengths, index), places, (starts, counts), self._longest, params
-            out = group_step(codec, queries, tokens, gone, *call)
+            ring = ring_of(self.lengths, index)
+            out = group_step(
+                codec, queries, tokens, gone, memory, ring, places, (starts, counts), self._longest, params
+            )
         elif codec is not None:
             out = decode_step(codec, queries, tokens, memory, places, (starts, counts), self._longest, params)
         else:
-            out = decode_attention_flat(
-                queries,
-                memory["keys"],
-                memory["values"],
-                *places,
-                starts,
-                counts,
-                self._longest,
-                params.scaling,
-                params.softcap,
-                params.sliding_window,
-                params.layer_sinks,
-                sums=None if arena.weights is None else arena.weights[index],
-                new_tokens=tokens,
-            ).out
+            stored = memory["keys"], memory["values"], *places, starts, counts, self._longest
+            sums = None if arena.weights is None else arena.weights[index]
+            out = decode_attention_flat(queries, *stored, *params.for_kernels, sums=sums, new_tokens=tokens).out
         if index == len(self.attention_layers) - 1:
             asked, how = zip(*self._attended, strict=True)
             newest = torch.stack(asked) if self._parts else queries

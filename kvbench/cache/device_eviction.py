@@ -205,7 +205,7 @@ class FlatRows:
             assert arena.weights is not None
             known = known_weights(arena.weights.flatten(0, 1)[self._where].transpose(-1, -2)[:, :, :, None])
         return LazyObservation(
-            self._slots,
+            self._slots.vectors,
             layer=self._layers[0],
             queries=queries.flatten(0, 1),
             query_positions=places,

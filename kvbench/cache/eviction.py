@@ -45,7 +45,6 @@ class Evictions:
                 self._end_of_call.append(step)
                 return
             evict([step])
-        step.finish()
         if step.policy.schedule.order == "attend_then_evict":
             step.settle()
         else:
@@ -65,8 +64,6 @@ class Evictions:
                 step.sequence.fail(error)
         due, self._end_of_call = self._end_of_call, []
         evict(due)
-        for step in due:
-            step.finish()
         due, self._unsettled = [*due, *self._unsettled], []
         for step in due:
             if step.sequence.error is None:

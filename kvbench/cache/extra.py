@@ -16,6 +16,7 @@ from kvbench.cache.step import Step
 from kvbench.policies.policy import Policy
 
 When = Literal["now", "end of call", "later"]
+Passed = tuple[LayerCall, LayerCall] | tuple[Tensor, Tensor]
 
 
 class Caller(LayerCaller, Protocol):
@@ -31,8 +32,8 @@ class Extra:
     def check(self, policy: Policy) -> None:
         """Raise ValueError for a policy that cannot be used with the model."""
 
-    def new_call(self, cache: Caller, index: int, place: int, keys: Tensor, values: Tensor) -> LayerCall | None:
-        """The call of a layer with new keys and values [B,H_kv,M,D]; None: as of other layers.
+    def new_call(self, cache: Caller, index: int, place: int, keys: Tensor, values: Tensor) -> Passed | None:
+        """What the model gets from its cache as keys and values, for new ones [B,H_kv,M,D]; None: as in other layers.
 
         index, place: of the layer in the model and among the layers with keys and values.
         """
@@ -44,11 +45,8 @@ class Extra:
     def begin_layer(self) -> None:
         """A layer of the call begins."""
 
-    def begin_step(self, sequence: Sequence, row: int, columns: slice) -> None:
-        """Some columns of a row of the call are a sequence's next step in the layer that runs."""
-
-    def attended(self, place: int, step: Step, row: int, first: int) -> None:
-        """A layer has attended in a step, whose first token is column `first` of the call."""
+    def attended(self, step: Step) -> None:
+        """A layer has attended in a step."""
 
     def before_eviction(self, step: Step) -> When:
         """When the step's eviction is due. "later": the extra carries it out, or passes it to `KVCache.resume`."""

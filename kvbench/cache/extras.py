@@ -1,5 +1,6 @@
 """The extras of a cache, and its layers with the interface of transformers."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from typing import Any
 
@@ -7,19 +8,26 @@ from kvbench.cache.extra import Extra
 from kvbench.cache.families import Layout
 from kvbench.cache.inputs import HiddenInputs
 from kvbench.cache.latent import LatentLayers
-from kvbench.cache.measured import MeasuredBudgets
+from kvbench.cache.measured import MEASURING, MeasuredBudgets
 from kvbench.cache.pre_passes import PrePasses
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, RecurrentLayers
 from kvbench.cache.sequence import Sequence
 from kvbench.cache.shared import SharedReads
 from kvbench.cache.views import EmptyLayer, KVLayer
+from kvbench.policies.policy import Policy
 
 
-def extras_of(layout: Layout) -> list[Extra]:
-    """The extras of a cache, in the order in which their hooks are called."""
-    found: list[Extra] = [PrePasses(), HiddenInputs(), MeasuredBudgets()]
+def extras_of(layout: Layout, policies: Iterable[Policy]) -> list[Extra]:
+    """The extras that a model and the policies of a cache need, in the order in which their hooks are called."""
+    policies, found = list(policies), list[Extra]()
     if layout.owners:
-        found.insert(0, SharedReads(layout))
+        found.append(SharedReads(layout))
+    if any(policy.pre_pass is not None for policy in policies):
+        found.append(PrePasses())
+    if any(policy.needs.hidden for policy in policies):
+        found.append(HiddenInputs())
+    if any(isinstance(policy.allocator, MEASURING) for policy in policies):
+        found.append(MeasuredBudgets())
     if layout.latent:
         found.append(LatentLayers())
     if layout.states:

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.cache import NAME
-from kvbench.cache.columns import Columns
+from kvbench.cache.calls import Columns
 from kvbench.cache.families import InterfaceError, check_interface, layer_slides
 from kvbench.cache.interface import NotATensor, uncompiled
 from kvbench.policies.model_layer import Latents
@@ -46,7 +46,7 @@ longer than all other checks of a layer."""
 class LayerCaller(Protocol):
     """A cache whose layers are called by the attention function."""
 
-    def called(
+    def attend(
         self, call: "LayerCall", module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
         """The attention output [B,H_q,M,D] of queries [B,H_q,M,D]."""
@@ -62,11 +62,6 @@ class LayerCall(NotATensor):
         self.cache, self.index, self.done = cache, index, False
         self.new_keys, self.new_values = keys, values
 
-    @property
-    def passed(self) -> tuple["LayerCall | Tensor", "LayerCall | Tensor"]:
-        """What the model gets from its cache and passes on as keys and values."""
-        return self, self
-
     def attend(self, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams) -> Tensor:
         """The attention output of queries [B,H_q,M,D]. InterfaceError for a second layer with these keys and values."""
         if self.done:
@@ -75,16 +70,7 @@ class LayerCall(NotATensor):
                 "configuration does not say (num_kv_shared_layers)"
             )
         self.done = True
-        return self.cache.called(self, module, queries, columns, params)
-
-
-class LatentCall(LayerCall):
-    """The call of a layer with latents, which the model expands before its attention."""
-
-    @property
-    def passed(self) -> tuple[Tensor, Tensor]:
-        _EXPECTED.call = self
-        return self.new_keys, self.new_values
+        return self.cache.attend(self, module, queries, columns, params)
 
 
 class _Expected(threading.local):
@@ -95,6 +81,11 @@ class _Expected(threading.local):
 _EXPECTED = _Expected()
 """The call of a layer with latents, whose attention then gets plain tensors, which the model expands. The window of the
 newest mask, for models without `layer_types`."""
+
+
+def expect_expanded(call: LayerCall) -> None:
+    """The next attention is that of a layer with latents, and gets expanded tensors instead of this call."""
+    _EXPECTED.call = call
 
 
 def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCall, Latents]:

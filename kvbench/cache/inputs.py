@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from kvbench.cache.extra import Extra
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.extra import Extra, When
+from kvbench.cache.step import Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,25 +17,22 @@ _WATCHED: WeakSet[nn.Module] = WeakSet()
 
 
 class HiddenInputs(Extra):
-    """The input [B,M,hidden] of the attention layer that runs, if a policy of the cache or an extra pass reads it."""
+    """The input [B,M,hidden] of the attention layer that runs."""
 
     hidden: Tensor | None = None
     of: nn.Module | None = None  # the layer
-    in_pass = False
 
-    def read_by(self, sequences: List[Sequence]) -> bool:
-        """Whether the input is read."""
-        return self.in_pass or any(one.policy.needs.hidden for one in sequences)
-
-    def begin_step(self, sequence: Sequence, row: int, columns: slice) -> None:
-        if not sequence.policy.needs.hidden:
-            return
-        if self.hidden is None:
-            raise ValueError(
-                f"{sequence.policy.name} scores tokens by the input of attention, which model.generate does not pass "
-                "to its cache: use kvbench.generate"
-            )
-        sequence.shared["hidden"] = self.hidden[row : row + 1, columns]
+    def before_eviction(self, step: Step) -> When:
+        """Add the input of the step's tokens to its observation; an eviction that waited has that of its own layer."""
+        if step.policy.needs.hidden and step.observed and "hidden" not in step.observation.shared:
+            if self.hidden is None:
+                raise ValueError(
+                    f"{step.policy.name} scores tokens by the input of attention, which model.generate does not pass "
+                    "to its cache: use kvbench.generate"
+                )
+            own = self.hidden[step.row : step.row + 1, step.first : step.first + step.queries.shape[2]]
+            step.observation.shared = {**step.observation.shared, "hidden": own}
+        return "now"
 
 
 def watch_inputs(model: PreTrainedModel) -> None:
@@ -50,6 +46,6 @@ def watch_inputs(model: PreTrainedModel) -> None:
 def _pass_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache: Any = kwargs.get("past_key_values", kwargs.get("layer_past"))  # its name in GPT-NeoX and older models
     for extra in getattr(cache, "extras", ()):
-        if isinstance(extra, HiddenInputs) and extra.read_by(cache.sequences):
+        if isinstance(extra, HiddenInputs):
             extra.of = module
             extra.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]

@@ -1,14 +1,11 @@
-"""The requirements of a KVCache on the model that calls it, and on a policy."""
+"""The requirements of a KVCache on what transformers and the model do with it, and on its policy."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
-from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from torch import Tensor
 
-from kvbench.cache.columns import Columns, real_columns
 from kvbench.cache.families import INSTEAD, InterfaceError
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
@@ -72,49 +69,6 @@ class NoRollback:
         )
 
     batch_repeat_interleave = batch_select_indices = crop
-
-
-# --- who uses a cache: the model that calls it, and its policy -------------------------------------------------------
-class CallingModel:
-    """The model that calls a cache: the same one in every call, in one dtype, with positions that count on."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self._config = config
-        self._reader: ReferenceType[nn.Module] | None = None  # its first attention module
-        self._dtype: torch.dtype | None = None
-        self._shifts: dict[int, int] = {}  # positions in the model minus those of the cache, see `real_columns`
-
-    def check(self, module: nn.Module) -> None:
-        """ValueError if the first attention module is that of another model, or of another kind than the cache's."""
-        if self._reader is not None and self._reader() is module:
-            return
-        if self._reader is not None and self._reader() is not None:
-            raise ValueError(
-                "this KVCache holds what another model computed: make a cache for each model, KVCache(model.config, "
-                "policy), or call cache.reset() first"
-            )
-        for field in ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"):
-            mine, its = vars(self._config).get(field), vars(module.config).get(field)  # some refuse getattr
-            if mine != its:
-                raise ValueError(
-                    f"this KVCache was made from another model's configuration ({field}={mine}, the model has {its}): "
-                    "make it with KVCache(model.config, policy)"
-                )
-        self._reader = ref(module)
-
-    def real(self, columns: Columns, queries: Tensor, seen: Sequence[int]) -> Tensor | None:
-        """The new tokens of a call that are no padding, bool [B,M]; None if all are.
-
-        queries [B,H_q,M,D]. seen: tokens of every sequence before the call, empty before the first. ValueError for
-        another dtype than before, and for columns that contradict earlier calls.
-        """
-        if self._dtype not in (None, queries.dtype):
-            raise ValueError(
-                f"this KVCache holds numbers in {self._dtype}, but the model computes in {queries.dtype} now: make a "
-                "new cache after the model was converted"
-            )
-        self._dtype = queries.dtype
-        return real_columns(columns, seen, queries.shape[0], queries.shape[2], self._shifts)
 
 
 def check_policy(policy: object) -> None:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from kvbench.cache.eviction import evict
 from kvbench.cache.extra import Caller, Extra, When
-from kvbench.cache.hook import LatentCall
+from kvbench.cache.hook import LayerCall, expect_expanded
 from kvbench.cache.step import Step
 from kvbench.policies.latents import check_latents
 from kvbench.policies.policy import Policy
@@ -16,8 +16,9 @@ class LatentLayers(Extra):
     def check(self, policy: Policy) -> None:
         check_latents(policy)
 
-    def new_call(self, cache: Caller, index: int, place: int, keys: Tensor, values: Tensor) -> LatentCall:
-        return LatentCall(cache, index, keys, values)
+    def new_call(self, cache: Caller, index: int, place: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        expect_expanded(LayerCall(cache, index, keys, values))
+        return keys, values
 
     def before_eviction(self, step: Step) -> When:
         if not step.evicts_one:

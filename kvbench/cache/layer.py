@@ -6,7 +6,6 @@ Shapes: H_q query heads, H_kv KV heads, C slots, D head dim.
 import torch
 from torch import Tensor
 
-from kvbench.cache.footprint import fed
 from kvbench.cache.reading import PageReads
 from kvbench.policies.observation import Memory
 from kvbench.policies.policy import Policy
@@ -97,11 +96,6 @@ class Layer:
     def positions(self) -> Tensor:
         """LongTensor [1,H_kv,C]: original position of each slot, -1 = empty."""
         return self.store.positions.long() if self.opened else torch.empty(0, 0, 0, dtype=torch.long)
-
-    def add(self, tokens: int) -> None:
-        """Count new tokens, and the entries that they find."""
-        self.footprint += fed(self.count, tokens)
-        self.count += tokens
 
     def open(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Open the store of a layer without tokens, for tensors like these. ValueError for a wrong shape."""

@@ -12,6 +12,9 @@ from kvbench.policies.allocators.allocator import JointAllocator, StatisticAlloc
 from kvbench.policies.allocators.threshold import Threshold
 from kvbench.policies.scorers.scorer import protected_counts
 
+MEASURING = (StatisticAllocator, JointAllocator, Threshold)
+"""Allocators whose budgets depend on what the layers hold."""
+
 
 class MeasuredBudgets(Extra):
     """Ranks the layers of a prompt, and evicts once their budgets are known.
@@ -80,7 +83,7 @@ def _share(step: Step, statistic: OnItsWay) -> None:
     """Divide the budget among the layers measured so far: after each layer if the allocator cascades, else once."""
     sequence, allocator = step.sequence, step.policy.allocator
     assert isinstance(allocator, StatisticAllocator)
-    budgets, over_budget = sequence.budgets, sequence.budgets.exceeded
+    budgets, over_budget = sequence.budgets, not sequence.budgets.leaves_whole
     if over_budget:
         budgets.measured(statistic()[0].tolist())
     last = step.layer.index == len(sequence.layers) - 1

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from kvbench.cache.columns import Columns
+from kvbench.cache.calls import Columns
 from kvbench.cache.families import OUTPUTS, InterfaceError, layout_of, rotary_arguments, rotary_of
 from kvbench.cache.hook import LayerCall
 from kvbench.policies.model_layer import Rotation
@@ -141,7 +141,7 @@ class _Recorder:
         call = LayerCall(self, 0, keys, values)
         return call, call
 
-    def called(
+    def attend(
         self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
         self.queries, values = queries, call.new_values

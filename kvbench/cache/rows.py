@@ -5,8 +5,9 @@
 Shapes: n rows, H_q query heads, H_kv KV heads, T slots of the longest row, D head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -129,21 +130,14 @@ def note_nan(steps: List[Step], ranking: Ranking) -> None:
             sequence.nan_layer = index
 
 
-class Stored(Protocol):
-    """The slots of n rows."""
-
-    def vectors(self, name: str) -> Tensor:
-        """Their "keys" or "values" [n,H_kv,T,D]."""
-
-
 class LazyObservation(Observation):
     """An observation whose keys and values are made on first use, because few scorers use both.
 
-    stored: makes them. layer is missing if it combines several layers.
+    vectors: makes them from their name. layer is missing if it combines several layers.
     """
 
-    def __init__(self, stored: Stored, **fields: Any) -> None:  # noqa: ANN401
-        self.__dict__.update({"known": {}, "memory": {}, "shared": {}, "_stored": stored}, **fields)
+    def __init__(self, vectors: Callable[[str], Tensor], **fields: Any) -> None:  # noqa: ANN401
+        self.__dict__.update({"known": {}, "memory": {}, "shared": {}, "_vectors": vectors}, **fields)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         """Called for a field that was not made yet."""
@@ -151,18 +145,13 @@ class LazyObservation(Observation):
             raise AttributeError("several layers are scored at once: a scorer that uses the layer needs needs.layer")
         if name not in ("keys", "values"):
             raise AttributeError(f"an observation has no {name}")
-        found = self.__dict__[name] = self._stored.vectors(name)
+        found = self.__dict__[name] = self._vectors(name)
         return found
 
 
-class _Parts:
-    """The slots of several observations, as rows."""
-
-    def __init__(self, parts: List[Observation]) -> None:
-        self._parts = parts
-
-    def vectors(self, name: str) -> Tensor:
-        return padded([getattr(part, name) for part in self._parts])
+def _vectors(parts: List[Observation], name: str) -> Tensor:
+    """The keys or values of several observations, as rows."""
+    return padded([getattr(part, name) for part in parts])
 
 
 def stacked(parts: List[Observation]) -> Observation:
@@ -177,7 +166,7 @@ def stacked(parts: List[Observation]) -> Observation:
         queries, places, see_own, *_ = zip(*windows, strict=True)  # no lookahead: single tokens are evicted later
         window = QueryWindow(torch.cat(queries), torch.cat(places), all(see_own))
     whole = LazyObservation(
-        _Parts(parts),
+        partial(_vectors, parts),
         queries=torch.cat([part.queries for part in parts]),
         query_positions=torch.cat([part.query_positions for part in parts]),
         positions=padded([part.positions for part in parts], -1),

@@ -30,7 +30,8 @@ class Sequence:
     shared: data that scorers of several layers exchange within a call. given: the same from outside of the model, for
     its next call. states: of layers without keys and values, [1,...] by name. passed, passes: tokens and calls of extra
     forward passes; passed_entries: those they add to the footprint. waits: the evictions of a prompt wait. isolated:
-    an error is stored in `error` instead of raised, so that others continue. peak_nbytes: the most bytes held so far.
+    an error is stored in `error` instead of raised, so that others continue. takes_several: a call may bring several
+    tokens after the prompt, each of which counts as a decoded token. peak_nbytes: the most bytes held so far.
     on_change: called with a layer's index after every change of its contents. on_evict: called with a layer, its scores
     and the kept slots, bool [1,H_kv,T], before several tokens are evicted. nan_layer: the first layer that had a NaN
     score.
@@ -41,11 +42,10 @@ class Sequence:
         config: PreTrainedConfig,
         policy: Policy,
         prompt_length: int | None = None,
-        several_tokens: bool = False,
         question: int | None = None,
         row: int = 0,
     ) -> None:
-        """prompt_length: None: the first call is the whole prompt. several_tokens: a later call may bring several."""
+        """prompt_length: None: the first call is the whole prompt."""
         layout = layout_of(config)
         self.policy, self.row, self.names = policy, row, layout.attention
         self.budgets = Budgets(policy, len(self.names))
@@ -65,7 +65,8 @@ class Sequence:
         self.nan_flags: dict[int, Tensor] = {}  # [1] bool by layer: NaN scores of decoding steps on a GPU
         self.peak_nbytes = self._total_bytes = 0
         self._bytes = [0] * len(self.names)
-        self._given, self._question, self._forced = prompt_length, question, several_tokens
+        self._given, self._question = prompt_length, question
+        self.takes_several = policy.store.exact and not policy.evicts
         self._rope_switch = layout.uniform_length
         self._last = 0  # columns of the last call
         self.clock: Tensor | None = None  # [1] tokens seen, on the device, while a block is recorded
@@ -178,13 +179,13 @@ class Sequence:
 
         Also for a part of a prompt, if the model would rotate the parts with different frequencies.
         """
-        single, switch, end = columns == 1 and not self._forced, self._rope_switch, self.budgets.prompt
+        single, switch, end = columns == 1 and not self.takes_several, self._rope_switch, self.budgets.prompt
         if single and self._given is None and self.columns == 1:
             raise ValueError(
                 "the first call brought one token and the next brings one more, so the end of the prompt is unknown: "
                 "pass KVCache(..., prompt_length=...) if a prompt is split into several calls"
             )
-        within_prompt = columns > 1 and (not self._forced or (generating and self._last == 1))
+        within_prompt = columns > 1 and (not self.takes_several or (generating and self._last == 1))
         if within_prompt and count > 1 and self.seen + count > end:
             known = self._given is not None or self.budgets.opened
             first = "" if known else " (the first call, as no length was given)"

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from copy import deepcopy
 from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import Self
 
 from torch import Tensor, nn
 
 from kvbench.cache.attention import attend, attend_to_survivors
-from kvbench.cache.columns import Columns
-from kvbench.cache.extra import Caller, Extra, When
+from kvbench.cache.calls import Columns
+from kvbench.cache.extra import Caller, Extra, Passed, When
 from kvbench.cache.families import Layout
 from kvbench.cache.hook import LayerCall
 from kvbench.cache.sequence import Sequence
@@ -27,21 +27,14 @@ from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.slot_store import SlotStore
 
 
-class _Read(NamedTuple):
-    """A step of an owner for its readers, whose tokens are columns `begin` to `end` of row `row` in the call."""
-
-    row: int
-    begin: int
-    end: int
-    step: Step
-
-    def attend(self, queries: Tensor, params: AttentionParams) -> Tensor:
-        step, new = replace(self.step, queries=queries, params=params, observed=False), queries.shape[2]
-        if new < self.step.queries.shape[2]:  # of the last tokens
-            step.keys, step.values = step.keys[:, :, -new:], step.values[:, :, -new:]
-            step.positions, step.fresh = step.positions[:, -new:], False
-        first = self.step.policy.schedule.order == "attend_then_evict"
-        return attend(step, Needs()) if first else attend_to_survivors(step)
+def _read(owner: Step, queries: Tensor, params: AttentionParams) -> Tensor:
+    """Attention of a reader's queries [1,H_q,n,D], those of the last n tokens of a step of its owner."""
+    step, new = replace(owner, queries=queries, params=params, observed=False), queries.shape[2]
+    if new < owner.queries.shape[2]:
+        step.keys, step.values = step.keys[:, :, -new:], step.values[:, :, -new:]
+        step.positions, step.fresh = step.positions[:, -new:], False
+    first = step.policy.schedule.order == "attend_then_evict"
+    return attend(step, Needs()) if first else attend_to_survivors(step)
 
 
 def _copied(step: Step) -> Step:
@@ -60,10 +53,13 @@ class SharedReads(Extra):
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._remaining = 0  # readers that have not attended
-        self._reads: dict[int, list[_Read]] = {}
+        self._reads: dict[int, list[Step]] = {}
 
-    def new_call(self, cache: Caller, index: int, place: int, keys: Tensor, values: Tensor) -> LayerCall | None:
-        return SharedCall(cache, index, keys, values, self, place) if place in self._layout.owned else None
+    def new_call(self, cache: Caller, index: int, place: int, keys: Tensor, values: Tensor) -> Passed | None:
+        if place not in self._layout.owned:
+            return None
+        call = SharedCall(cache, index, keys, values, self, place)
+        return call, call
 
     def begin_call(self, sequences: List[Sequence], mask: Tensor | None) -> None:
         self._remaining = len(self._layout.owners)
@@ -79,10 +75,9 @@ class SharedReads(Extra):
         waits = reads_later and step.alone and step.layer.index >= min(self._layout.owned)
         return "end of call" if waits else "now"
 
-    def attended(self, place: int, step: Step, row: int, first: int) -> None:
-        if place in self._layout.owned:
-            end = first + step.queries.shape[2]
-            self._reads.setdefault(place, []).append(_Read(row, first, end, step if step.alone else _copied(step)))
+    def attended(self, step: Step) -> None:
+        if step.layer.index in self._layout.owned:
+            self._reads.setdefault(step.layer.index, []).append(step if step.alone else _copied(step))
 
     def attend(self, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:
         """Attention [B,H_q,n,D] of a reader for the last n of a call's `columns`."""
@@ -90,16 +85,16 @@ class SharedReads(Extra):
         self._remaining -= 1
         if self.call_is_over:
             self._reads = {}
-        here, skipped = queries.to(reads[0].step.values.device), columns - queries.shape[2]
-        out = here.new_zeros(*here.shape[:3], reads[0].step.values.shape[-1])
-        for read in reads:
-            begin, end = max(0, read.begin - skipped), max(0, read.end - skipped)
-            if begin < end and (read.step.sequence is None or read.step.sequence.error is None):
-                rows = slice(read.row, read.row + 1)
+        here, skipped = queries.to(reads[0].values.device), columns - queries.shape[2]
+        out = here.new_zeros(*here.shape[:3], reads[0].values.shape[-1])
+        for step in reads:
+            begin, end = (max(0, x - skipped) for x in (step.first, step.first + step.queries.shape[2]))
+            if begin < end and step.sequence.error is None:
+                rows = slice(step.row, step.row + 1)
                 try:
-                    out[rows, :, begin:end] += read.attend(here[rows, :, begin:end], params)
+                    out[rows, :, begin:end] += _read(step, here[rows, :, begin:end], params)
                 except Exception as error:
-                    read.step.sequence.fail(error)
+                    step.sequence.fail(error)
         return out.to(queries.device)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from kvbench.cache.footprint import fed
 from kvbench.cache.layer import Layer
 from kvbench.cache.reading import PageReads
 from kvbench.cache.sequence import Sequence
@@ -27,7 +28,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Span
 from kvbench.policies.selections.fair import Fair
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store import CompressedStore, LayerStore
+from kvbench.policies.stores.store import LayerStore
 
 
 @dataclass(eq=False)  # not frozen, because a frozen dataclass is slower to create, and every layer and token has one
@@ -37,10 +38,11 @@ class Step:
     queries [1,H_q,m,D], keys and values [1,H_kv,m,D] of these tokens at positions [1,m], rotated as attention receives
     them. A layer that stores latents has latents [1,1,m,R] as keys, and the rotated part of the keys as values. params:
     parameters of the attention. store: the slots that the queries attend to. fresh: the store holds exactly the tokens
-    of this step, in order, for every head. alone: the step is the whole call of the model. observed: the policy
-    observes it, with the queries and positions of `window`. known: values that were computed for another policy in the
-    same step. pages: for sparse attention. in_place: an evicted token leaves its slot to the next one; a prompt's first
-    eviction compacts the layer, and so does every eviction after which it grows. excess: tokens per KV head to evict.
+    of this step, in order, for every head. alone: the step is the whole call of the model. row, first: the row of the
+    call with these tokens, and the column of the first of them. observed: the policy observes it, with the queries and
+    positions of `window`. known: values that were computed for another policy in the same step. pages: for sparse
+    attention. in_place: an evicted token leaves its slot to the next one; a prompt's first eviction compacts the layer,
+    and so does every eviction after which it grows. excess: tokens per KV head to evict.
     """
 
     queries: Tensor
@@ -52,13 +54,15 @@ class Step:
     store: LayerStore
     fresh: bool = False
     alone: bool = True
+    row: int = 0
+    first: int = 0
     observed: bool = False
     window: tuple[Tensor, Tensor] | None = None
     known: StepCache | None = None
     pages: PageReads | None = None
     policy: Policy = field(kw_only=True, repr=False)
-    sequence: Sequence = field(default=None, repr=False)  # type: ignore[assignment]  # None in an extra forward pass
-    layer: Layer = field(default=None, repr=False)  # type: ignore[assignment]
+    sequence: Sequence = field(kw_only=True, repr=False)
+    layer: Layer = field(kw_only=True, repr=False)
     in_place: bool = False
     excess: int = 0
     _observation: Observation | None = field(default=None, repr=False)
@@ -168,17 +172,17 @@ class Step:
         )
 
     # --- the end of a step -------------------------------------------------------------------------------------------
-    def finish(self) -> None:
-        """The step and its eviction are done: drop queries that later steps do not use."""
+    def settle(self) -> None:
+        """End the step, which has attended and evicted: drop queries that later steps do not use.
+
+        After a complete prompt the store takes its final form, such as quantized codes.
+        """
+        layer = self.layer
         if self.span.phase != "decode":
             if self.prompt_done and (self.span.evicts or self.policy.schedule.decode == "grow"):
-                self.layer.recent.limit(self.policy.needs.window_decoding or 0)
-            self.layer.recent.copy()
-
-    def settle(self) -> None:
-        """After a complete prompt the store takes its final form, such as quantized codes."""
-        layer = self.layer
-        if self.prompt_done and not layer.unsettled and isinstance(layer.store, CompressedStore):
+                layer.recent.limit(self.policy.needs.window_decoding or 0)
+            layer.recent.copy()
+        if self.prompt_done and not layer.unsettled:
             layer.store.settle()
         self.sequence.note_bytes(layer.index)
 
@@ -224,14 +228,15 @@ def append(
         layer.open(queries, keys, values)
     positions, fresh, held = sequence.place(span, queries.device)[0], not layer.count, layer.store
     held.append(keys, values, positions)
-    layer.add(span.end - span.start)
+    layer.footprint += fed(layer.count, span.end - span.start)
+    layer.count += span.end - span.start
     new = queries, keys, values, positions, span, params, held, fresh, len(sequence.spans) == 1
     step = Step(*new, known=known, policy=policy, sequence=sequence, layer=layer)
     decodes = span.phase == "decode"
     if layer.pages is not None:
         layer.pages.update(held, decodes, layer.count, prompt)
         step.pages = layer.pages if decodes else None
-    if isinstance(held, CompressedStore) and held.watching:
+    if held.watching:
         held.observe(step.seen(None), prompt)
     if policy.scorer is not None and (not decodes or span.evicts):
         if policy.needs.question and not decodes:

@@ -122,7 +122,7 @@ class DecodeBatch:
             assert sequence.cache is not None
             if self._plain is None:
                 self._plain = empty_like(sequence.cache)
-            self._plain.sequences += sequence.cache.sequences
+            self._plain.join(sequence.cache.sequences)
             self.sequences.append(sequence)
 
     # --- decoding --------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import torch
 
 from kvbench.cache.families import layout_of
 from kvbench.engine.run_writer import RunWriter
-from kvbench.engine.sequence import LiveSequence
 from kvbench.models.prompt import Prompt
 from kvbench.policies.policy import total_slots
 from kvbench.run.run import Run
@@ -42,21 +41,26 @@ class MemoryPlanner:
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._expected: dict[LiveSequence, int] = {}  # bytes at the end of each sequence in flight
         self._corrections: dict[RunWriter, float] = {}
         self._prefill = PREFILL
 
-    def fits(self, prompts: Sequence[Prompt], runs: Sequence[RunWriter], in_flight: int, nbytes: int) -> int:
+    def fits(
+        self,
+        prompts: Sequence[Prompt],
+        runs: Sequence[RunWriter],
+        in_flight: Sequence[tuple[RunWriter, Prompt]],
+        nbytes: int,
+    ) -> int:
         """How many sequences may enter with one prefill, among the prompts in order, each for all runs.
 
         0 if not even the first prompt fits for all runs, in addition to the sequences in flight of `nbytes` bytes.
         """
         most = self._limit or max(DEFAULT_SEQUENCES, len(runs))
         run = runs[0].run
-        room = (1 - MARGIN) * free(run.device) - max(0, sum(self._expected.values()) - nbytes)
+        room = (1 - MARGIN) * free(run.device) - max(0, sum(self._expects(*one) for one in in_flight) - nbytes)
         room -= self._prefill * run.checkpoint.full_cache_bytes(len(prompts[0].ids))
         expected = accumulate(self._expects(run, prompt) for prompt in prompts for run in runs)
-        count = sum(total <= room for total in islice(expected, max(0, most - in_flight)))
+        count = sum(total <= room for total in islice(expected, max(0, most - len(in_flight))))
         if in_flight:
             return count if count >= min(len(runs), most) else 0
         return max(1, count)
@@ -65,16 +69,10 @@ class MemoryPlanner:
         """Bytes that a sequence of a run is expected to hold at its end."""
         return ceil(self._corrections.get(run, 1.0) * sequence_bytes(run.run, prompt))
 
-    def admitted(self, sequence: LiveSequence, run: RunWriter, prompt: Prompt) -> None:
-        """A sequence is in flight."""
-        self._expected[sequence] = self._expects(run, prompt)
-
-    def finished(self, sequence: LiveSequence, run: RunWriter, prompt: Prompt, nbytes: int | None) -> None:
-        """A sequence has finished with `nbytes` bytes; None: it failed."""
-        self._expected.pop(sequence, None)
-        if nbytes is not None:
-            ratio = nbytes / max(1, sequence_bytes(run.run, prompt))
-            self._corrections[run] = max(self._corrections.get(run, 0.0), ratio)
+    def finished(self, run: RunWriter, prompt: Prompt, nbytes: int) -> None:
+        """A sequence has finished with `nbytes` bytes."""
+        ratio = nbytes / max(1, sequence_bytes(run.run, prompt))
+        self._corrections[run] = max(self._corrections.get(run, 0.0), ratio)
 
     def ran_out(self, sequences: int) -> None:
         """Memory ran out with this many sequences: half of them are the limit from now on."""

@@ -4,14 +4,16 @@ Shapes: H_q query heads, H_kv KV heads, n tokens of a call, T stored tokens, D h
 """
 
 from abc import abstractmethod
-from typing import Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from kvbench.cache.attention import attend
 from kvbench.cache.cache import KVCache
+from kvbench.cache.calls import Columns
+from kvbench.cache.hook import LayerCall
 from kvbench.cache.sequence import Sequence
 from kvbench.cache.step import Step
 from kvbench.policies.needs import Needs
@@ -63,8 +65,9 @@ class PassCache(KVCache):
         """Use a layer's step after its attention. The slots of its store are the stored ones, then those of `own`."""
 
     def attend(
-        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
+        self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
+        index, keys, values = self._places[call.index], call.new_keys, call.new_values
         store = self.stored.layers[index].store
         if self.stored.policy.granularity == "query_head":
             group = queries.shape[1] // keys.shape[1]
@@ -79,9 +82,10 @@ class PassCache(KVCache):
         self.own[index] = new
         both = {name: torch.cat([x, new[name]], dim=2) for name, x in stored.items()}
         held = SlotStore.of(both, (), store.slots.ascending)
-        step = Step(queries, keys, values, at, self.span, params, held, policy=self.policy)
+        whose: dict[str, Any] = {"policy": self.policy, "sequence": self.sequence, "layer": self.sequence.layers[index]}
+        step = Step(queries, keys, values, at, self.span, params, held, **whose)
         out = attend(step, Needs())
         for extra in self.extras:
-            extra.attended(index, step, row=0, first=0)
+            extra.attended(step)
         self.observe(index, step)
         return out

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.columns import Columns
+from kvbench.cache.calls import Columns
 from kvbench.cache.families import InterfaceError, layout_of
 from kvbench.cache.footprint import fed
 from kvbench.cache.hook import LayerCall
@@ -214,10 +214,10 @@ def _copy_statistics(first: Sequence, sequence: Sequence, wanted: ExtraPasses) -
 def _run_pass(model: PreTrainedModel, sequence: Sequence, wanted: ExtraPasses, one: Pass) -> None:
     """Run the tokens of a pass over a stored sequence, as if they followed it. The stored tokens do not change."""
     over = _ObservedPass.over(model.config, sequence)
-    over.wanted, over.one = wanted, one
+    over.wanted, over.one, over.inputs = wanted, one, HiddenInputs()
     if wanted.reads_layer:
         watch_inputs(model)
-        over.inputs.in_pass = True
+        over.extras.append(over.inputs)
     positions = over.follow(len(one.tokens), model.device)
     ids = torch.tensor([one.tokens], device=model.device)
     base_of(model)(input_ids=ids, position_ids=positions, past_key_values=over, use_cache=True)
@@ -231,20 +231,16 @@ class _ObservedPass(PassCache):
 
     wanted: ExtraPasses
     one: Pass
+    inputs: HiddenInputs
 
-    @property
-    def inputs(self) -> HiddenInputs:
-        """The inputs of the model's attention layers."""
-        return next(extra for extra in self.extras if isinstance(extra, HiddenInputs))
-
-    def called(
+    def attend(
         self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
         if self.wanted.reads_layer:
             if self.inputs.of is not module:
                 raise InterfaceError(f"{type(module).__name__} has no layer_idx, and the policy uses its hidden states")
             params = params._replace(model=model_layer(module, queries))
-        return super().called(call, module, queries, columns, params)
+        return super().attend(call, module, queries, columns, params)
 
     def observe(self, index: int, step: Step) -> None:
         store, own = self.stored.layers[index].store, self.own[index]
@@ -278,11 +274,12 @@ class _Probe(KVCache):
     reached = 0
 
     def attend(
-        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
+        self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
-        if index == self.reached:
-            raise _Reached(queries, keys if params.latents is None else params.latents.expand(keys, values)[0])
-        return super().attend(index, queries, keys, values, mask, params)
+        if self._places[call.index] == self.reached:
+            keys, latents = call.new_keys, params.latents
+            raise _Reached(queries, keys if latents is None else latents.expand(keys, call.new_values)[0])
+        return super().attend(call, module, queries, columns, params)
 
 
 def _selected(model: PreTrainedModel, ids: Tensor, policy: Policy, choice: PromptChoice) -> Tensor:

@@ -30,12 +30,6 @@ GIVEN_TOKENS = 512  # given tokens of one call: more is hardly faster and hides 
 Sequences = Sequence[LiveSequence]
 
 
-class ContextCache(KVCache):
-    """A cache whose prompt is a context. The tokens after it are given, so that a call may have several of them."""
-
-    _teacher_forced = True
-
-
 # --- calls of the model ----------------------------------------------------------------------------------------------
 def prefill(
     model: PreTrainedModel,
@@ -202,10 +196,10 @@ def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
         try:
             if request.context_tokens is not None:
                 check_context(sequence.policy)
-            kind = KVCache if request.context_tokens is None else ContextCache
-            kind = kind if request.target is None else WatchedCache
+            kind = KVCache if request.target is None else WatchedCache
             ids, sequence.cache = open_cache(model, request.prompt, sequence.policy, kind, request.question)
-            sequence.cache.sequence.isolated = True
+            held = sequence.cache.sequence
+            held.isolated, held.takes_several = True, held.takes_several or request.context_tokens is not None
         except ValueError as error:
             sequence.error = error
     return ids

@@ -128,7 +128,8 @@ class Scheduler:
                 return
             some = [first, *self._questions(first, runs)]
             prompts = [one.prompt for one in some]
-            count = self._planner.fits(prompts, runs, self._batch.in_flight, self._batch.nbytes)
+            in_flight = [(flight.run, flight.prompt) for flight in self._in_flight.values()]
+            count = self._planner.fits(prompts, runs, in_flight, self._batch.nbytes)
             if not count:
                 return
             if count < len(runs):
@@ -207,7 +208,6 @@ class Scheduler:
                 known = one.prompt.known if one is first else 0
                 recomputed = known if history is None else history.recomputed
                 self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed)
-                self._planner.admitted(sequence, writer, one.prompt)
                 if sequence.history is not None and sequence.error is None:
                     self._histories[one.conversation, writer, one.prompt.sample] = sequence.history
         in_flight = self._batch.in_flight
@@ -252,8 +252,8 @@ class Scheduler:
         for sequence in ended:
             flight = self._in_flight.pop(sequence)
             error = sequence.error = sequence.error and as_memory_error(sequence.error)
-            nbytes = None if error or sequence.cache is None else sequence.cache.nbytes
-            self._planner.finished(sequence, flight.run, flight.prompt, nbytes)
+            if error is None and sequence.cache is not None:
+                self._planner.finished(flight.run, flight.prompt, sequence.cache.nbytes)
             if not flight.live:
                 continue
             if error is None or flight.alone or isinstance(error, OWN_ERRORS):
@@ -293,8 +293,6 @@ class Scheduler:
     def _fail(self, error: Exception, admitted: Sequence[tuple[RunWriter, Prompt]]) -> None:
         """An error of the batch, or of sequences that are being admitted: the batch begins anew without them."""
         failed = [*((flight.run, flight.prompt) for flight in self._in_flight.values()), *admitted]
-        for sequence, flight in self._in_flight.items():
-            self._planner.finished(sequence, flight.run, flight.prompt, None)
         self._in_flight.clear()
         self._batch = self._new_batch()
         for run, prompt in failed:
@@ -311,11 +309,10 @@ class Scheduler:
 
     def _drop_unwanted(self) -> None:
         """Remove the sequences of runs that ended or are to be computed alone."""
-        unwanted = {sequence: flight for sequence, flight in self._in_flight.items() if not flight.live}
+        unwanted = [sequence for sequence, flight in self._in_flight.items() if not flight.live]
         self._batch.drop(unwanted)
-        for sequence, flight in unwanted.items():
+        for sequence in unwanted:
             del self._in_flight[sequence]
-            self._planner.finished(sequence, flight.run, flight.prompt, None)
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -47,12 +47,12 @@ class Scores:
 class WatchedCache(KVCache):
     """A cache that records the most tokens that each layer and KV head kept since `watch` was called."""
 
-    _teacher_forced = True
     _most: dict[int, Tensor] | None = None
 
     def watch(self) -> None:
-        """Start to record, with the tokens kept now."""
+        """Start to record, with the tokens kept now; calls may bring several tokens."""
         self._most = {}
+        self.sequence.takes_several = True
         self.sequence.on_change = self._record
         for index, layer in enumerate(self.attention_layers):
             if layer.is_initialized:

@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-import pandas as pd
 
 from kvbench.errors import UsageError
 from kvbench.papers.layout import lay_out, layout, numbers, read_yaml, tables
 from kvbench.report.formats import FORMATS, show
-from kvbench.report.table import Table
+from kvbench.report.table import Table, table_of
 from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program
 from kvbench.terminal.outputs import check_output
 
@@ -146,6 +145,6 @@ def listing(paper: str | None = None) -> Table:
         able = len(own) - sum(map(len, reasons.values()))
         rows.append((name, " x ".join(map(str, sizes)), str(len(own)), str(able), layout(name).title))
         notes += [f"{name}: {len(of)} numbers cannot be measured, {reason}." for reason, of in reasons.items() if paper]
-    frame = pd.DataFrame(rows, columns=["table", "grid", "numbers", "runnable", "title"])
+    columns = "table", "grid", "numbers", "runnable", "title"
     notes.insert(0, "grid: models x methods x budgets x tasks. runnable: numbers that runs of kvbench can measure.")
-    return Table(frame, f"{len(rows)} published tables", notes, left=["table", "title"])
+    return table_of(columns, rows, f"{len(rows)} published tables", left=["table", "title"], notes=notes)

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import pandas as pd
-
 from kvbench.config.compose import load
 from kvbench.papers import published
 from kvbench.papers.published import BASELINE, Number
-from kvbench.report.table import Table
+from kvbench.report.table import Table, table_of
 
 HOLE = "–"
 LOWER_IS_BETTER = re.compile(r"perplexity|seconds|minutes|_ms_|GB$|gap|drop")
@@ -127,9 +125,9 @@ def lay_out(name: str) -> Table:
         for cells in [[grid.text((block, row, column)) for column in grid.column_keys]]
     ]
     first = [*grid.blocks, own.corner or " ".join(own.rows)]
-    frame = pd.DataFrame(rows, columns=[*first, *header])
     title = f"{name}: {own.title}" + (f" (section {own.section})" if own.section else "")
-    return Table(frame, title, _notes(grid, frame), left=first, groups=grid.blocks)
+    notes = _notes(grid, any(HOLE in row for row in rows))
+    return table_of([*first, *header], rows, title, left=first, notes=notes, groups=grid.blocks)
 
 
 def words(own: Layout, fields: Sequence[str], key: Key) -> list[str]:
@@ -137,12 +135,12 @@ def words(own: Layout, fields: Sequence[str], key: Key) -> list[str]:
     return [own.label(name, value) for name, value in zip(fields, key, strict=True)]
 
 
-def _notes(grid: _Grid, frame: pd.DataFrame) -> list[str]:
+def _notes(grid: _Grid, has_holes: bool) -> list[str]:
     own, notes = grid.layout, []
     if own.marks:
         second = ", + the second best" if "second" in own.marks else ""
         notes.append(f"* marks the best number of its block{second}; columns with a missing number have no mark.")
-    if own.complete and (frame == HOLE).to_numpy().any():
+    if own.complete and has_holes:
         notes.append(f"{HOLE}: the number is missing in the text of the paper: {own.holes or 'not legible'}.")
     about: dict[str, list[Number]] = {}
     for number in dict.fromkeys(grid.cells.values()):

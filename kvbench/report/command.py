@@ -23,7 +23,7 @@ from kvbench.results.files import atomic_write
 from kvbench.results.result import Result, load_results
 from kvbench.tasks.trust import trust_option
 from kvbench.terminal.command import PATH, Command
-from kvbench.terminal.outputs import check_output
+from kvbench.terminal.outputs import check_output, writing
 
 TIDY = (".csv", ".parquet")
 _COLLECT = """Writes one table of all runs below a folder. .csv and .parquet files are tidy: one row per run, all
@@ -105,11 +105,8 @@ def _write_tidy(rows: Sequence[Result], names: Sequence[str], output: Path) -> N
     table = frame(rows, names)
     if output.suffix == ".csv":
         table = table.astype(object).map(_inert).rename(columns=_inert)
-    try:
-        with atomic_write(output) as temporary:
-            (table.to_csv if output.suffix == ".csv" else table.to_parquet)(temporary, index=False)
-    except OSError as error:
-        raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
+    with writing(output), atomic_write(output) as temporary:
+        (table.to_csv if output.suffix == ".csv" else table.to_parquet)(temporary, index=False)
 
 
 def _inert(cell: Any) -> Any:  # noqa: ANN401 - of a table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +55,7 @@ def at_size_table(rows: Sequence[Result]) -> Table:
         "are resampled once for sizes and scores, *: the interval excludes 0; matched: as many tokens of each example, "
         "as equal budgets of all heads (uniform) or as the best of all heads (global)"
     )
-    return replace(table_of(AT_SIZE, cells, "policies without a budget", left=(*NAMES, "rival")), notes=(note,))
+    return table_of(AT_SIZE, cells, "policies without a budget", left=(*NAMES, "rival"), notes=(note,))
 
 
 def _with_budgets(rows: Sequence[Result], like: Result) -> dict[str, list[Result]]:
@@ -116,7 +115,7 @@ def smallest_table(rows: Sequence[Result]) -> Table:
         f"footprint: the smallest KV footprint with {SHARE:.0%} of full's score, interpolated between budgets; -: not "
         "reached; <=: reached at the smallest budget; in bytes: an entry counts its bytes"
     )
-    return replace(table_of(SMALLEST, cells, f"smallest footprint with {SHARE:.0%} of full", left=NAMES), notes=(note,))
+    return table_of(SMALLEST, cells, f"smallest footprint with {SHARE:.0%} of full", left=NAMES, notes=(note,))
 
 
 def _smallest(full: Result, runs: Sequence[Result], size: Size) -> str:

@@ -10,10 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.errors import UsageError
 from kvbench.report.table import NONE, RIGHT, Table, text
 from kvbench.results.files import write_atomically
 from kvbench.terminal.command import terminal_width
+from kvbench.terminal.outputs import writing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -151,8 +151,5 @@ def show(table: Table, output: Path | None, made: str = "") -> None:
 
 def write(table: Table, path: Path) -> None:
     """Write a table in the format of the path's suffix (one of FORMATS). Raises UsageError if it cannot be written."""
-    try:
-        made = latex(table, path.stem) if path.suffix == ".tex" else FORMATS[path.suffix](table)
-        write_atomically(path, made)
-    except OSError as error:
-        raise UsageError(f"-o {path} cannot be written ({error.strerror or error})") from error
+    with writing(path):
+        write_atomically(path, latex(table, path.stem) if path.suffix == ".tex" else FORMATS[path.suffix](table))

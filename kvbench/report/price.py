@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from kvbench.errors import UsageError
@@ -31,8 +30,7 @@ def price_table(rows: Sequence[Result]) -> Table:
             "no run with the prefix paged_ has a run of the same scorer, task and budget with own token sets beside "
             "it: run both, for example with experiment=engines"
         )
-    table = table_of(COLUMNS, cells, "price of the constraint", left=NAMES)
-    return replace(table, notes=(NOTE,))
+    return table_of(COLUMNS, cells, "price of the constraint", left=NAMES, notes=(NOTE,))
 
 
 def _constraint(row: Result) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 import pandas as pd
-from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvbench.errors import UsageError
@@ -29,7 +26,7 @@ MIB = 2**-20
 RIGHT = ("budget", "n")
 GROUPS = ("model", "task", "schedule", "decode")
 NOTE_WIDTH = 100  # characters of a line of notes below a narrow table
-_BOX = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+_CONSOLE = Console()
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,16 @@ class Table:
     groups: Sequence[str] = ()
 
 
-def table_of(names: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", left: Sequence[str] = ()) -> Table:
-    """A table of rows of text."""
-    return Table(frame_of(names, list(zip(*rows, strict=True)) or [[] for _ in names]), title, left=left)
+def table_of(
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str = "",
+    left: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    groups: Sequence[str] = (),
+) -> Table:
+    """A table of rows of text: see `Table`."""
+    return Table(frame_of(names, list(zip(*rows, strict=True)) or [[] for _ in names]), title, notes, left, groups)
 
 
 def frame_of(names: Sequence[str], columns: Sequence[Sequence[str]]) -> pd.DataFrame:
@@ -57,7 +61,7 @@ def frame_of(names: Sequence[str], columns: Sequence[Sequence[str]]) -> pd.DataF
 
 
 def text(table: Table, width: int | None = None) -> str:
-    """Aligned columns. width: characters of a line, to which rich folds the columns; None: unlimited."""
+    """Aligned columns. width: characters of a line, to which the columns are folded; None: unlimited."""
     frame = table.frame
     keys = [tuple(row) for row in frame[list(table.groups)].to_numpy()]
     ends = [key != following for key, following in zip(keys, [*keys[1:], *keys[-1:]], strict=True)]
@@ -68,7 +72,9 @@ def text(table: Table, width: int | None = None) -> str:
     rows, left = list(frame.itertuples(index=False)), [name in table.left for name in frame.columns]
     body = _aligned(headings, rows, ends, left)
     if width is not None and max(map(cell_len, body)) > width:
-        body = _narrow(headings, rows, ends, left, width)
+        widths = _fitting([headings, *rows], width)
+        folded = [[*map(_folded, row, widths)] for row in (headings, *rows)]
+        body = _aligned(folded[0], folded[1:], ends, left)
     notes_width = min(width or 10_000, max([NOTE_WIDTH, *map(len, body)]))
     title, *notes = (_folded(words, notes_width) for words in (table.title, *table.notes))
     return "\n\n".join(filter(None, [title, "\n".join(body), "\n".join(notes)])) + "\n"
@@ -77,7 +83,7 @@ def text(table: Table, width: int | None = None) -> str:
 def _aligned(
     headings: Sequence[str], rows: Sequence[Sequence[str]], ends: Sequence[bool], left: Sequence[bool]
 ) -> list[str]:
-    """The lines of a table as rich prints it where nothing is folded, but faster. ends: a line follows the row."""
+    """The lines of a table. ends: an empty line follows the row."""
     rule: Sequence[str] = ()
     lines: list[Sequence[str]] = []
     for row, end in zip([headings, *rows], [False, *ends], strict=True):
@@ -94,26 +100,20 @@ def _aligned(
     return found
 
 
-def _narrow(
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    ends: Sequence[bool],
-    left: Sequence[bool],
-    width: int,
-) -> list[str]:
-    """The lines of a table whose columns rich folds to the width."""
-    shown = RichTable(box=_BOX, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
-    for heading, at_left in zip(headings, left, strict=True):
-        shown.add_column(heading, justify="left" if at_left else "right", vertical="bottom")
-    for row, end in zip(rows, ends, strict=True):
-        shown.add_row(*map(Text, row), end_section=end)
-    stream = io.StringIO()
-    Console(file=stream, width=width, color_system=None, legacy_windows=False).print(shown)
-    return [line.rstrip() for line in stream.getvalue().splitlines()]
+def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Widths of the columns of a table whose lines have at most `width` characters; words are broken last."""
+    columns = ["\n".join(column) for column in zip(*rows, strict=True)]
+    widths = [max(map(cell_len, column.split("\n"))) for column in columns]
+    words = [max(map(cell_len, column.split()), default=0) for column in columns]
+    while sum(widths) + 2 * len(widths) - 2 > width and max(widths) > 1:
+        spare = [wide - word for wide, word in zip(widths, words, strict=True)]
+        widest = spare if max(spare) > 0 else widths
+        widths[widest.index(max(widest))] -= 1
+    return widths
 
 
 def _folded(words: str, width: int) -> str:
-    return "\n".join(line.plain.rstrip() for line in Text(words).wrap(Console(), width))
+    return "\n".join(line.plain.rstrip() for line in Text(words).wrap(_CONSOLE, width))
 
 
 def measure(row: Result) -> str:

@@ -161,7 +161,8 @@ class Commands(click.Group):
     """
 
     def __init__(self, name: str, places: Mapping[str, tuple[str, str]], about: str) -> None:
-        super().__init__(name, help=about, no_args_is_help=False)
+        known = {one: click.Command(one) for one in places}  # click names the nearest ones for a wrong name
+        super().__init__(name, known, help=about, no_args_is_help=False)
         self.places = places
 
     def list_commands(self, ctx: click.Context) -> list[str]:

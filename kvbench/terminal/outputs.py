@@ -1,8 +1,9 @@
-"""Checks of output files, before anything is read or computed."""
+"""Checks of output files, before anything is read or computed, and errors of writing them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvbench.errors import UsageError
@@ -20,6 +21,15 @@ def check_output(path: Path, suffixes: Sequence[str] = (), makes_folder: bool = 
     if path.exists() and not path.is_file():
         raise UsageError(f"-o {path} cannot be written: it is not a file")
     check_folder(path.parent, makes_folder, f"-o {path}")
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Turn an error of writing into a UsageError about `-o output`."""
+    try:
+        yield
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"-o {output} cannot be written ({getattr(error, 'strerror', '') or error})") from error
 
 
 def check_folder(folder: Path, is_made: bool, what: str) -> None:

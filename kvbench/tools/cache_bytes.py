@@ -23,7 +23,7 @@ from kvbench.policies.latents import check_latents
 from kvbench.policies.policy import Policy, layer_budgets
 from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.press import KVPress
-from kvbench.policies.stores.store import CompressedStore, LayerStore
+from kvbench.policies.stores.store import LayerStore
 from kvbench.report.table import Table, table_of, text
 from kvbench.terminal.command import pairs, terminal_width
 
@@ -126,8 +126,7 @@ def _store(policy: Policy, shape: CacheShape, layer: int, length: int, budget: i
     held.append(keys, values, torch.empty(1, length, dtype=torch.long, device="meta"))
     if policy.evicts and length > budget:
         held.keep(torch.empty(1, heads, length, dtype=torch.bool, device="meta"), spare, budget)
-    if isinstance(held, CompressedStore):
-        held.settle()
+    held.settle()
     return held
 
 
@@ -220,5 +219,4 @@ def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int]
     title = f"MiB held after a prompt; {shape.layers} layers, {each}, {dtype}"
     names = ("policy", "length", "batch", *kinds, "MiB", "bytes", "bits/number", "16-bit/this")
     note = "spare MiB: reserved for tokens that decoding appends before it evicts, in addition to the bytes held"
-    table = table_of((*names, *("spare MiB",) * reserved), rows, title, left=("policy",))
-    return replace(table, notes=(note,) * reserved)
+    return table_of((*names, *("spare MiB",) * reserved), rows, title, left=("policy",), notes=(note,) * reserved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,7 @@ from kvbench.results.files import write_atomically
 from kvbench.tasks.predictions import Line
 from kvbench.tasks.scores import benchmark_module, benchmarks_with
 from kvbench.terminal.command import PATH, Command, program
-from kvbench.terminal.outputs import check_output
+from kvbench.terminal.outputs import check_output, writing
 
 _ABOUT = """Score recorded predictions: kvbench score longbench predictions.jsonl -o scored.jsonl.
 
@@ -46,10 +46,8 @@ def score_file(path: Path, output: Path | None, rate: Callable[[Line], Line]) ->
     if output is None:
         sys.stdout.write("\n".join(scored) + "\n")
         return len(scored)
-    try:
+    with writing(output):
         write_atomically(output, "\n".join(scored) + "\n")
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"-o {output} cannot be written ({error})") from error
     return len(scored)
 
 
@@ -85,7 +83,7 @@ def _command_of(name: str, benchmark: ModuleType) -> click.Command:
         click.Argument(["predictions"], type=PATH),
         click.Option(["-o", "--output"], type=PATH, help=written),
     ]
-    for flag, text in _flags(benchmark).items():
+    for flag, text in getattr(benchmark, "FLAGS", {}).items():
         params.append(click.Option([f"--{flag.replace('_', '-')}", flag], is_flag=True, help=text))
     if judges := getattr(benchmark, "JUDGES", None):
         protocols = click.Choice(list(judges))
@@ -98,11 +96,6 @@ def _command_of(name: str, benchmark: ModuleType) -> click.Command:
 
 cli = Benchmarks("score", help=_ABOUT, no_args_is_help=False)
 main = program(cli)
-
-
-def _flags(benchmark: ModuleType) -> Mapping[str, str]:
-    flags: Mapping[str, str] = getattr(benchmark, "FLAGS", {})
-    return flags
 
 
 def _lines(path: Path) -> list[str]:

@@ -63,9 +63,6 @@ class Coding(Store):
             raise ValueError(f"{name} gives each KV head its own budget, {self.apart}")
 
     # --- tokens coded alone: what more a kernel needs --------------------------------------------------------------
-    encodes: ClassVar[bool] = True
-    """Whether the kernels for GPUs encode tokens as `encode` does."""
-
     @property
     def replayable(self) -> bool:  # type: ignore[override]
         return self.most_exact > 0 if self.grouped else self.format(0) is not None

@@ -6,6 +6,7 @@ Shapes: H KV heads, C tokens of the longest head, D head dim.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.columns import Column, Columns, Decoder
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import padded, take
-from kvbench.policies.stores.store import CompressedStore, Sizes
+from kvbench.policies.stores.store import LayerStore, Sizes
 
 LAST = torch.iinfo(torch.int32).max
 
 
-class ColumnLayer(CompressedStore):
+class ColumnLayer(LayerStore):
     """A dense store of the tokens until the first `settle`, then `parts`: the columns of all KV heads, or of one each.
 
     KV heads are apart if they hold different numbers of tokens; the views are then copies, in which shorter heads end
@@ -202,4 +203,9 @@ def _joined(heads: list[Tensor], fill: int = 0) -> Tensor:
 
 def _decoder(codec: Coding, side: int, dim: int) -> Decoder:
     """Decodes a side; it knows no layer, so that a layer without references is freed at once."""
-    return lambda codes, tokens: codec.decode(codes, side, tokens, dim)
+
+    def decode(codes: Mapping[str, Tensor], tokens: int) -> Tensor:
+        x = codec.decode(codes, side, tokens, dim)
+        return x if x.dim() == 5 else x[:, :, None]
+
+    return decode

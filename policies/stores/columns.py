@@ -18,7 +18,7 @@ from kvbench.policies.stores.slots import GROWTH
 TAIL_GROWTH = 16  # slots; a tail is at most a few hundred tokens long, so moving it this often costs nothing
 
 Decoder = Callable[[Mapping[str, Tensor], int], Tensor]
-"""The tokens of some codes, and their number: [1,H,n,D] or in groups [1,H,m,n/m,D]."""
+"""The tokens [1,H,m,n/m,D], in m groups or in one, of codes and of their number n."""
 
 
 @dataclass
@@ -199,7 +199,7 @@ class Column:
         """[1,H,C,D] in float32 (or float64), dequantised if it was quantised."""
         tail = widen(self.tail.view("x"))
         runs = [self._decode(run.codes.some(0, run.codes.count), run.tokens) for run in self.runs if run.tokens]
-        return torch.cat([*((x.flatten(2, 3) if x.dim() == 5 else x).to(tail.dtype) for x in runs), tail], dim=2)
+        return torch.cat([*(x.flatten(2, 3).to(tail.dtype) for x in runs), tail], dim=2)
 
     def after(self, first: int) -> Tensor:
         """The tokens from number `first` on in the model's dtype, [1,H,n,D], if a run that grows has all codes."""
@@ -207,8 +207,7 @@ class Column:
         if first >= run.tokens:
             return tail[:, :, first - run.tokens :]
         entry = first // (each := run.tokens // run.codes.count)
-        x = self._decode(run.codes.some(entry, run.codes.count), run.tokens - entry * each)
-        x = x.flatten(2, 3) if x.dim() == 5 else x
+        x = self._decode(run.codes.some(entry, run.codes.count), run.tokens - entry * each).flatten(2, 3)
         return torch.cat([x[:, :, first - entry * each :].to(tail.dtype), tail], dim=2)
 
     def scores(self, rows: Tensor) -> Tensor:
@@ -232,8 +231,7 @@ class Column:
 
         def block(some: slice) -> Tensor:
             entries = (0, codes.count) if self._growth is None else (some.start // each, some.stop // each)
-            x = self._decode(codes.some(*entries), some.stop - some.start)
-            return x if x.dim() == 5 else x[:, :, None]
+            return self._decode(codes.some(*entries), some.stop - some.start)
 
         return block, each
 

@@ -251,10 +251,7 @@ def group_step(
         return group_step_ref(codec, queries, new, gone, memory, ring, places, segments, most, how)
     keys, values = (flat_codes(codec, memory, side, x.shape[-1]) for side, x in enumerate(ring[:2]))
     append_groups(values, ring, segments[0], new, gone)
-    return decode_groups(
-        queries, keys, values, ring, *places, *segments, most, how.scaling, how.softcap, how.sliding_window,
-        how.layer_sinks,
-    )  # fmt: skip
+    return decode_groups(queries, keys, values, ring, places, segments, most, how.for_kernels)
 
 
 def group_step_ref(
@@ -278,10 +275,8 @@ def group_step_ref(
         x = x.flatten(2, 3) if x.dim() == 5 else x
         found.append(torch.cat([x, exact], dim=2).to(widen(exact).dtype))
     positions = places[1][slots].masked_fill(steps >= segments[1][..., None], -1)
-    out = decode_attention_ref(
-        widen(queries), found[0], found[1], places[0], torch.cat([positions, ring.positions], dim=-1), how.scaling,
-        how.softcap, how.sliding_window, how.layer_sinks,
-    ).out  # fmt: skip
+    positions = torch.cat([positions, ring.positions], dim=-1)
+    out = decode_attention_ref(widen(queries), found[0], found[1], places[0], positions, *how.for_kernels).out
     return out.to(queries.dtype)
 
 

@@ -13,10 +13,7 @@ from torch.nn import functional as F
 
 from kvbench.policies.checks import check_choices, whole_number
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.slots import take
 from kvbench.policies.stores.store import LayerStore, Store
-
-LAST = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -73,11 +70,8 @@ class PagedStore(SlotStore):
         """Move whole pages to the front, in their order, with the empty slots inside."""
         if self.how.free == "compact" or not self.used:
             return super()._gather(mask, most, spare, even)
-        slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(mask).masked_fill(~mask, LAST)
-        slots = slots.argsort(dim=-1, stable=True)[..., :most]
-        for name, x in self.memory.items():
-            self.memory[name] = take(x[:, :, : self.used], F.pad(slots, (0, spare)))
-            self.memory[name].narrow(2, most, spare).fill_(-1 if name == "positions" else 0)
+        slots = (~mask).to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]
+        self._move(slots, spare)
         self.memory["positions"].narrow(2, 0, most).masked_fill_(~mask.gather(-1, slots), -1)
         return slots
 

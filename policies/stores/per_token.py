@@ -277,8 +277,4 @@ class Nvfp4(LayerScaled):
         return decoded
 
     def format(self, side: int) -> Format:
-        return Format("e2m1", 4, self.group, levels=E2M1_MAX)
-
-    @property
-    def encodes(self) -> bool:  # type: ignore[override]
-        return not self.four_over_six
+        return Format("e2m1", 4, self.group, levels=E2M1_MAX, encodes=not self.four_over_six)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,14 +24,6 @@ WORD = 32
 TOGETHER = {1: torch.int64, 2: torch.int32, 4: torch.int16}  # by bits: the integer as long as the F codes of a byte
 NOT_FINITE = "keys or values to be quantised contain NaN or infinity"
 Metadata = Literal["auto", "float16", "float32"]
-
-
-class Group(NamedTuple):
-    """Quantised groups: words [..., W] int32, scale and minimum [...]."""
-
-    words: Tensor
-    scale: Tensor
-    minimum: Tensor
 
 
 @dataclass(frozen=True)
@@ -58,9 +50,10 @@ class Quantiser:
             return torch.float16 if dtype.itemsize == 2 else dtype
         return torch.float16 if self.metadata == "float16" else torch.float32
 
-    def quantise(self, x: Tensor, dtype: torch.dtype | None = None, check: bool = True) -> Group:
-        """Quantise groups [..., n]; `dtype` is the model's, if x was computed in a wider one.
+    def quantise(self, x: Tensor, dtype: torch.dtype | None = None, check: bool = True) -> dict[str, Tensor]:
+        """Words [..., W] int32, scale and minimum [...] of groups [..., n], by name.
 
+        dtype: of the model, if x was computed in a wider one.
         check: raise ValueError for numbers that are not finite or do not fit the metadata; the host waits for a GPU.
         """
         held_in = self.held_in(dtype or x.dtype)
@@ -73,31 +66,32 @@ class Quantiser:
         step = scale.to(x.dtype)
         # A step of zero divides by infinity: code 0 everywhere.
         codes = (x - minimum.to(x.dtype)[..., None]).div_(step.masked_fill(step == 0, torch.inf)[..., None])
-        return Group(pack(codes.round_().clamp_(0, levels).to(torch.uint8), self.bits), scale, minimum)
+        words = pack(codes.round_().clamp_(0, levels).to(torch.uint8), self.bits)
+        return {"words": words, "scale": scale, "minimum": minimum}
 
-    def dequantise(self, group: Group, count: int) -> Tensor:
-        """The dequantised numbers [..., count], in float32 (float16 under fp16_arith; float64 stays)."""
-        scale = group.scale if self.fp16_arith else widen(group.scale)
-        numbers = unpack(group.words, self.bits, count).to(scale.dtype)
-        return numbers.mul_(scale[..., None]).add_(group.minimum.to(scale.dtype)[..., None])
+    def dequantise(self, codes: Mapping[str, Tensor], count: int) -> Tensor:
+        """The numbers [..., count] of `quantise`, in float32 (float16 under fp16_arith; float64 stays)."""
+        scale = codes["scale"] if self.fp16_arith else widen(codes["scale"])
+        numbers = unpack(codes["words"], self.bits, count).to(scale.dtype)
+        return numbers.mul_(scale[..., None]).add_(codes["minimum"].to(scale.dtype)[..., None])
 
     # --- tokens of a layer -----------------------------------------------------------------------------------------
     def by_channel(self, x: Tensor, group: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Codes of tokens [B,H,N,D] in groups of `group` tokens: words [B,H,N/G,D,W], scale, minimum [B,H,N/G,D]."""
-        return self.quantise(x.unflatten(2, (-1, group)).mT, dtype)._asdict()
+        return self.quantise(x.unflatten(2, (-1, group)).mT, dtype)
 
     def of_channels(self, codes: Mapping[str, Tensor], group: int) -> Tensor:
         """The tokens of `by_channel` in their groups, [B,H,N/G,G,D]."""
-        return self.dequantise(Group(*map(codes.__getitem__, Group._fields)), group).mT
+        return self.dequantise(codes, group).mT
 
     def by_token(self, x: Tensor, group: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Codes of tokens [B,H,N,D] in groups of `group` channels: words [B,H,N,D/G,W], scale, minimum [B,H,N,D/G]."""
         check = x.shape[2] > 1 or on_host(x)  # while decoding, the host would wait for a GPU at every token
-        return self.quantise(x.unflatten(3, (-1, group)), dtype, check)._asdict()
+        return self.quantise(x.unflatten(3, (-1, group)), dtype, check)
 
     def of_tokens(self, codes: Mapping[str, Tensor], group: int) -> Tensor:
         """The tokens of `by_token`, [B,H,N,D]."""
-        return self.dequantise(Group(*map(codes.__getitem__, Group._fields)), group).flatten(-2)
+        return self.dequantise(codes, group).flatten(-2)
 
 
 def joined(x: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from kvbench.policies.observation import AttentionParams, SlotInfo, State
 from kvbench.policies.stores.slots import (
     GROWTH,
     extremes,
-    first_positions,
     owned,
     slots_in_order,
     spread_index,
@@ -101,7 +100,8 @@ class SlotStore(LayerStore):
         """Positions of all slots, in the shape of the memory; -1 in empty and spare ones."""
         if "positions" in self.memory:
             return self.memory["positions"]
-        return first_positions(self.first.shape[:3], self.used, self.first.device)
+        places = torch.arange(self.first.shape[2], dtype=torch.int32, device=self.first.device)
+        return places.masked_fill_(places >= self.used, -1).expand(self.first.shape[:3])
 
     @property
     def token_memory(self) -> dict[str, Tensor]:
@@ -124,9 +124,7 @@ class SlotStore(LayerStore):
 
     @property
     def positions(self) -> Tensor:
-        if "positions" not in self.memory:
-            return first_positions((*self.first.shape[:2], self.used), self.used, self.first.device)
-        return self._view("positions")
+        return self._view("positions") if self.starts is not None else self.slot_positions().narrow(2, 0, self.used)
 
     @property
     def slots(self) -> SlotInfo:
@@ -390,5 +388,4 @@ class SlotStore(LayerStore):
         if self.starts is None or self.counts is None or queries.shape[2] > 1 or "bias" in self.memory:
             return None
         stored = self.memory["keys"], self.memory["values"], positions, self.memory["positions"]
-        params = how.scaling, how.softcap, how.sliding_window, how.layer_sinks
-        return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *params).out
+        return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *how.for_kernels).out

@@ -73,12 +73,6 @@ def owned(x: Tensor) -> Tensor:
     return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
-def first_positions(shape: Sequence[int], used: int, device: torch.device) -> Tensor:
-    """Positions [B,H,C] int32 of slots whose i-th token is at position i; -1 behind the first `used`."""
-    places = torch.arange(shape[2], dtype=torch.int32, device=device)
-    return places.masked_fill_(places >= used, -1).expand(*shape)
-
-
 def extremes(mask: Tensor, count: int | None) -> tuple[int, int]:
     """The largest and the smallest number of slots of mask [B,H,C] per KV head; count: of every head, if known."""
     if count is not None and not mask.is_cpu:  # the host would wait for a GPU, for a number that it has already

@@ -96,27 +96,23 @@ class LayerStore(ABC):
         bias [1,H,n]: the new bias of these slots, for `exact` stores only; other slots keep theirs, 0 at first.
         """
 
-
-class CompressedStore(LayerStore):
-    """A store that changes the form of its tokens once the prompt is complete, and attends to them in that form."""
-
+    # --- stores that change the form of their tokens once the prompt is complete ------------------------------------
     @property
     def watching(self) -> bool:
         """Whether `observe` needs the step of the tokens that were just appended."""
         return False
 
-    def observe(self, observation: Observation, prompt: int) -> None:
+    def observe(self, observation: Observation, prompt: int) -> None:  # noqa: B027 - optional
         """See a step's attention before it evicts; prompt: its length in tokens."""
 
-    @abstractmethod
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         """Attention [1,H_q,M,D] of queries [1,H_q,M,D] at positions [1,M] (-1: padding), from the stored form.
 
         None if attention should read the views `keys`, `values` and `positions` instead.
         """
+        return None
 
-    @abstractmethod
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - optional
         """End a step (attended, evicted) after the prompt is complete: bring the tokens into their final form."""
 
 

@@ -19,10 +19,10 @@ from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.code_attention import Outliers, attend_to_codes, cover, scores_by_block, weighted_by_block
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.slot_store import SIDES, SlotStore
-from kvbench.policies.stores.store import CompressedStore, Sizes
+from kvbench.policies.stores.store import Sizes
 
 
-class TokenCodeLayer(SlotStore, CompressedStore):
+class TokenCodeLayer(SlotStore):
     """Slots of exact tokens until the first `settle`, then slots of codes: memory["keys codes"] and so on."""
 
     def __init__(self, codec: Coding, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
@@ -187,18 +187,15 @@ def decode_step(
     keys, values = (coded(codec, memory, side, dim) for side, dim in enumerate(dims))
     if keys is None or values is None or not decodes(queries):
         return decode_step_ref(codec, queries, new, memory, places, segments, most, how, write)
-    if write and not codec.encodes:
+    wide, back = queries, None if rotation is None else rotation.mT
+    if write and not keys.format.encodes:
         _append(codec, memory, new, segments[0])
-    wide, dtype = queries, queries.dtype
-    if write and codec.encodes:
+    if write and keys.format.encodes:
         wide, new = append_codes(keys, values, segments[0], new, queries, rotation)
     elif rotation is not None:
         wide, *tokens = rotated(rotation, queries, new.keys, new.values)
         new = new._replace(keys=tokens[0], values=tokens[1])
-    return decode_codes(
-        wide, keys, values, *places, *segments, most, how.scaling, new, how.softcap, how.sliding_window,
-        how.layer_sinks, dtype, None if rotation is None else rotation.mT,
-    )  # fmt: skip
+    return decode_codes(wide, keys, values, new, places, segments, most, how.for_kernels, queries.dtype, back)
 
 
 def decode_step_ref(
@@ -213,11 +210,8 @@ def decode_step_ref(
     if positions is None:
         positions = torch.arange(len(keys), device=starts.device)
         positions = positions - starts.flatten().repeat_interleave(len(positions) // starts.numel())
-    out = decode_attention_flat_ref(
-        widen(queries), keys, values, places[0], positions, starts, counts, most, how.scaling, how.softcap,
-        how.sliding_window, how.layer_sinks, new_tokens=new,
-    ).out  # fmt: skip
-    return out.to(queries.dtype)
+    stored = keys, values, places[0], positions, starts, counts, most
+    return decode_attention_flat_ref(widen(queries), *stored, *how.for_kernels, new_tokens=new).out.to(queries.dtype)
 
 
 def _append(codec: Coding, memory: Mapping[str, Tensor], new: NewTokens, starts: Tensor) -> None:

@@ -16,7 +16,7 @@ from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Memory, Observation, State
 from kvbench.policies.stores.columns import Columns
 from kvbench.policies.stores.kivi import GroupCodec
-from kvbench.policies.stores.quantiser import Group, Quantiser, joined, pack, parted, unpack
+from kvbench.policies.stores.quantiser import Quantiser, joined, pack, parted, unpack
 from kvbench.policies.stores.slots import take
 
 SALIENCY = "zipcache_saliency"
@@ -213,7 +213,7 @@ class ZipCache(GroupCodec):
             count = chosen.shape[2]
             if not count:
                 continue
-            own = {key: codes[f"{name} {key}"] for key in Group._fields}
+            own = {key: codes[f"{name} {key}"] for key in ("words", "scale", "minimum")}
             if side == 0:
                 x = quantiser.of_channels(own, count).flatten(2, 3)
             else:

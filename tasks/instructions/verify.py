@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from kvbench.errors import ConfigError
+from kvbench.tasks.extras import from_extra
 from kvbench.tasks.predictions import RAISED
 from kvbench.tasks.text_files import check_row
 
-BENCHMARKS = ("ifeval", "ifbench")
 SENTENCES = ("length_constraints:number_sentences", "change_case:capital_word_frequency")
 """The instructions of IFEval that split text with NLTK's data."""
 TAGGER = "words:start_verb"
@@ -69,10 +68,9 @@ def instructions_of(benchmark: str, metadata: Mapping[str, Any]) -> Instructions
 @cache
 def registry(benchmark: str) -> Mapping[str, Any]:
     """The verifiers of a benchmark by name. Raises ValueError if their package is missing."""
-    if find_spec("if_verifiable") is None:
-        raise ValueError(f"{benchmark} needs the package if-verifiable: pip install 'kvbench[instructions]'")
+    with from_extra("instructions", benchmark):
+        found: Mapping[str, Any] = import_module(f"if_verifiable.{benchmark}.instructions_registry").INSTRUCTION_DICT
     seed_language_detection()
-    found: Mapping[str, Any] = import_module(f"if_verifiable.{benchmark}.instructions_registry").INSTRUCTION_DICT
     return found
 
 

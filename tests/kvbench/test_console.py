@@ -5,9 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.cells import cell_len
 
 from kvbench.__main__ import main
-from kvbench.report.table import _aligned, _narrow
+from kvbench.report.table import Table, frame_of, text
 from kvbench.terminal import progress
 
 
@@ -40,8 +41,26 @@ def test_the_progress_of_texts_is_in_tokens(
     ]
 
 
-def test_a_table_that_fits_has_the_lines_that_rich_prints() -> None:
-    headings, left = ["policy", "score\n(95% CI)", "n"], [True, False, False]
-    rows = [("full", "0.9\n(0.8-1.0)", "20"), ("模型", "-", "5"), ("snapkv", "0.5", "20")]
-    ends = [False, True, False]
-    assert _aligned(headings, rows, ends, left) == _narrow(headings, rows, ends, left, 10_000)
+def test_a_table_that_is_too_wide_is_folded_and_loses_no_character() -> None:
+    rows = [["full", "0.9 (0.8-1.0)", "20"], ["模型", "-", "5"], ["snapkv", "0.5", "20"]]
+    table = Table(frame_of(["policy", "score (95% CI)", "n"], [*zip(*rows, strict=True)]), left=["policy"])
+    lines = text(table).splitlines()
+    assert lines == [
+        "           score (95%",
+        "policy            CI)   n",
+        "-------------------------",
+        "full    0.9 (0.8-1.0)  20",
+        "模型                -   5",
+        "snapkv            0.5  20",
+    ]
+    assert text(table, 25).splitlines() == lines
+    for width in (24, 20, 16):
+        folded = text(table, width).splitlines()
+        assert max(map(cell_len, folded)) <= width
+        assert letters(folded) == letters(lines)
+    assert text(table, 21).splitlines()[4:6] == ["              0.9", "full    (0.8-1.0)  20"]
+
+
+def letters(lines: list[str]) -> list[str]:
+    """All characters of a table but its rule and white space, sorted."""
+    return sorted("".join("".join(line.split()) for line in lines if set(line) != {"-"}))

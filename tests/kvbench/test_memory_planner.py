@@ -59,12 +59,12 @@ def test_rows_enter_until_four_fifths_of_the_free_memory_less_two_prompts_are_ta
     for rows in (1, 3, 5):
         needed = beside + rows * (PROMPT + NEW) * TOKEN
         devices(Allocator(needed * 5 // 4 + 1, 0, 0))
-        assert MemoryPlanner(None).fits([prompt], runs[:6], 0, 0) == rows
+        assert MemoryPlanner(None).fits([prompt], runs[:6], [], 0) == rows
         devices(Allocator(needed * 5 // 4 - 5, 0, 0))
-        assert MemoryPlanner(None).fits([prompt], runs[:6], 0, 0) == max(1, rows - 1), "one may always try"
+        assert MemoryPlanner(None).fits([prompt], runs[:6], [], 0) == max(1, rows - 1), "one may always try"
     devices(Allocator((beside + 6 * (BUDGET + NEW) * TOKEN) * 5 // 4 + 1, 0, 0))
-    assert MemoryPlanner(None).fits([prompt], runs[6:], 0, 0) == 6
-    assert MemoryPlanner(None).fits([prompt], runs[:6], 0, 0) == 3, "60 tokens each are 6 x 60 = 3 x 120"
+    assert MemoryPlanner(None).fits([prompt], runs[6:], [], 0) == 6
+    assert MemoryPlanner(None).fits([prompt], runs[:6], [], 0) == 3, "60 tokens each are 6 x 60 = 3 x 120"
 
 
 def test_a_prefill_that_took_more_than_expected_leaves_less_room_from_then_on(
@@ -73,9 +73,9 @@ def test_a_prefill_that_took_more_than_expected_leaves_less_room_from_then_on(
     devices(Allocator((2 * PROMPT + 5 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
     room = MemoryPlanner(None)
     room.measured(prompt, runs[0].run, 1 * PROMPT * TOKEN)
-    assert room.fits([prompt], runs[:6], 0, 0) == 5, "less than expected changes nothing"
+    assert room.fits([prompt], runs[:6], [], 0) == 5, "less than expected changes nothing"
     room.measured(prompt, runs[0].run, 2 * PROMPT * TOKEN + 2 * (PROMPT + NEW) * TOKEN)
-    assert room.fits([prompt], runs[:6], 0, 0) == 3
+    assert room.fits([prompt], runs[:6], [], 0) == 3
 
 
 def test_a_row_that_held_more_than_expected_makes_its_run_expect_it(
@@ -83,10 +83,10 @@ def test_a_row_that_held_more_than_expected_makes_its_run_expect_it(
 ) -> None:
     devices(Allocator((2 * PROMPT + 4 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
     room = MemoryPlanner(None)
-    assert room.fits([prompt], runs[:1] * 6, 0, 0) == 4
-    room.finished(object(), runs[0], prompt, 2 * (PROMPT + NEW) * TOKEN)
-    assert room.fits([prompt], runs[:1] * 6, 0, 0) == 2
-    assert room.fits([prompt], runs[1:6], 0, 0) == 4, "another run does not know"
+    assert room.fits([prompt], runs[:1] * 6, [], 0) == 4
+    room.finished(runs[0], prompt, 2 * (PROMPT + NEW) * TOKEN)
+    assert room.fits([prompt], runs[:1] * 6, [], 0) == 2
+    assert room.fits([prompt], runs[1:6], [], 0) == 4, "another run does not know"
 
 
 def test_a_device_that_ran_out_of_memory_gets_half_as_many_rows(
@@ -94,6 +94,6 @@ def test_a_device_that_ran_out_of_memory_gets_half_as_many_rows(
 ) -> None:
     devices(Allocator(10**9, 0, 0))
     room = MemoryPlanner(None)
-    assert room.fits([prompt], runs[:6], 0, 0) == 6
+    assert room.fits([prompt], runs[:6], [], 0) == 6
     room.ran_out(5)
-    assert room.fits([prompt], runs[:6], 0, 0) == 2
+    assert room.fits([prompt], runs[:6], [], 0) == 2

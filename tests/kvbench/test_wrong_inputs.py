@@ -102,6 +102,7 @@ OTHERS = {
     "sweep status file.txt": "file.txt holds no sweep: there is no sweep.yaml",
     "results collect . --columns n --pivot task": "--pivot task is not allowed with --columns",
     "sweep stop runs": "No such command 'stop'",
+    "results chek runs": "No such command 'chek'. Did you mean 'check'?",
     "tables compare caote/table3 --small": "caote/table3 has no --small overrides",
     "results collect . --columns ,": "--columns ',' has no column name (see kvbench results collect --help)",
 }

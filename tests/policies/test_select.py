@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbench.policies.ranking import protected, select, victim
+from kvbench.policies.ranking import Ranking, protected, select
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def test_the_victim_is_the_one_that_selection_would_drop(head: Head) -> None:
     if not order or head.protected[order[-1]]:
         return  # nothing may go
     scores, base, positions, protected = tensors(head)
-    assert int(victim(scores, base, positions, protected)) == order[-1]
+    assert int(Ranking(scores, base, positions, protected, torch.tensor([len(head.base)])).victim()) == order[-1]
     kept = select(scores, base, positions, protected, len(order) - 1)[0, 0]
     assert not bool(kept[order[-1]])
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.observation import AttentionParams, Observation
-from kvbench.policies.stores.store import CompressedStore, Store
+from kvbench.policies.stores.store import Store
 
 
 def stream(
@@ -39,12 +39,11 @@ def feed(
         positions = torch.arange(seen, seen + size).expand(keys.shape[0], -1)
         held.append(keys[:, :, here], values[:, :, here], positions)
         seen += size
-        compressed = isinstance(held, CompressedStore)
-        if compressed and held.watching and queries is not None:
+        if held.watching and queries is not None:
             held.observe(observation(held, queries[:, :, here], positions), prompt or splits_first(splits, keys))
-        if compressed and queries is not None:
+        if queries is not None:
             held.attend(queries[:, :, here], positions, AttentionParams(keys.shape[-1] ** -0.5))
-        if compressed and seen >= (prompt or 0):
+        if seen >= (prompt or 0):
             held.settle()
     return held
 

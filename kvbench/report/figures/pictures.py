@@ -14,6 +14,7 @@ from kvbench.report.figures.panels import looks
 from kvbench.report.figures.sheet import Paper
 from kvbench.report.figures.style import Look, house_style, save
 from kvbench.results.result import Result
+from kvbench.terminal.outputs import writing
 
 Figures = list[tuple[str, Figure]]  # names of files and figures
 
@@ -64,10 +65,8 @@ def draw(
                 "choose with --task, --model, --budget"
             )
         paths = [output] if output.suffix else [output / f"{name}{suffix}" for name in names]
-        try:
+        with writing(output):
             for path, (_, figure) in zip(paths, found, strict=True):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 save(figure, path)
-        except OSError as error:
-            raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
     return paths

@@ -15,7 +15,7 @@ import click
 from kvbench.errors import UsageError
 from kvbench.tasks.trust import trust_option
 from kvbench.terminal.command import PATH, Command, program
-from kvbench.terminal.outputs import check_output
+from kvbench.terminal.outputs import check_output, writing
 
 if TYPE_CHECKING:
     from kvbench.results.result import Result
@@ -50,11 +50,8 @@ def write_report(results: Sequence[Result], folder: Path, output: Path) -> int:
     from kvbench.results.files import atomic_write
 
     written = html_report(results, folder).encode()
-    try:
-        with atomic_write(output) as temporary:
-            temporary.write_bytes(written)
-    except OSError as error:
-        raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
+    with writing(output), atomic_write(output) as temporary:
+        temporary.write_bytes(written)
     return len(written)
 
 

@@ -16,7 +16,7 @@ from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.ott import Ott
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store import CompressedStore, LayerStore, Store
+from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.report.figures.style import HUES, LINES, MARKERS, legend_below
 from kvbench.tools.diagnostics.probe import Probe
 
@@ -27,7 +27,7 @@ COUNTS = (0, 1, 2, 4, 8, 16, 32)
 QUERIES = 64  # number of last queries of the prompt for which attention is compared
 
 
-class _RecordingStore(SlotStore, CompressedStore):
+class _RecordingStore(SlotStore):
     """A dense layer that records its observations."""
 
     def __init__(self, keys: Tensor, values: Tensor, seen: list[Observation]) -> None:
@@ -40,9 +40,6 @@ class _RecordingStore(SlotStore, CompressedStore):
 
     def observe(self, observation: Observation, prompt: int) -> None:
         self._seen.append(observation)
-
-    def settle(self) -> None:
-        """Nothing to do: the tokens stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +90,9 @@ def errors(layer: Observation, store: Store) -> dict[str, float]:
     """Relative L1 errors of the keys, values and attention of a layer that `store` holds."""
     held = store.for_layer(layer.layer).open(layer.keys, layer.values, (), 1)
     held.append(layer.keys, layer.values, layer.query_positions)
-    if isinstance(held, CompressedStore):
-        if held.watching:
-            held.observe(layer, layer.keys.shape[2])
-        held.settle()
+    if held.watching:
+        held.observe(layer, layer.keys.shape[2])
+    held.settle()
     pairs = {
         "keys": (held.keys, layer.keys),
         "values": (held.values, layer.values),

@@ -8,9 +8,11 @@ from typing import Any
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvbench.cache.cache import KVCache
+from kvbench.cache.calls import Columns
+from kvbench.cache.hook import LayerCall
 from kvbench.config.presets import make_policy
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy, total_slots
@@ -33,12 +35,12 @@ class _Recorder(KVCache):
         self.shadow: KVCache | None = None
 
     def attend(
-        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
+        self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
         if self.shadow is not None:
-            self.shadow.attend(index, queries, keys, values, mask, params)
-        out = super().attend(index, queries, keys, values, mask, params)
-        self.outputs[index].append(out)
+            self.shadow.attend(call, module, queries, columns, params)
+        out = super().attend(call, module, queries, columns, params)
+        self.outputs[self._places[call.index]].append(out)
         return out
 
 

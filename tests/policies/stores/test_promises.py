@@ -129,18 +129,13 @@ def test_eight_bits_decode_nearly_as_the_full_cache(model: PreTrainedModel, name
     assert 0 < float((outputs[0] - outputs[1]).norm() / outputs[0].norm()) < (0.3 if name == "zipcache" else 0.05)
 
 
-class Given(KVCache):
-    """What follows the prompt is given, and comes several tokens at once."""
-
-    _teacher_forced = True
-
-
 @pytest.mark.parametrize("name", ["kivi", "ott", "kcvc", "gear"])
 def test_decoding_in_one_call_or_token_by_token_is_the_same(model: PreTrainedModel, name: str) -> None:
     ids = torch.tensor([prompt(90)])
     caches = []
     for calls in ([90], [50, 30, 10], [50] + [1] * 40):
-        cache = Given(model.config, make_policy(name, **STORES[name], bits=8), prompt_length=50)
+        cache = KVCache(model.config, make_policy(name, **STORES[name], bits=8), prompt_length=50)
+        cache.sequence.takes_several = True
         start = 0
         with torch.inference_mode():
             for size in calls:

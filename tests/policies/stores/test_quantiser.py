@@ -13,9 +13,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 def quantised(row: Tensor, quantiser: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scale and what the codes stand for."""
-    group = quantiser.quantise(row)
-    count = row.shape[-1]
-    return unpack(group.words, quantiser.bits, count), group.scale, quantiser.dequantise(group, count)
+    held, count = quantiser.quantise(row), row.shape[-1]
+    return unpack(held["words"], quantiser.bits, count), held["scale"], quantiser.dequantise(held, count)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,7 @@ def test_what_does_not_fit_16_bit_metadata_is_refused_in_one_sentence() -> None:
     x = torch.tensor([-131072.0, 0.0]).bfloat16()
     with pytest.raises(ValueError, match=r"up to 1.31e\+05 do not fit float16 scales and minima: use metadata=float32"):
         Quantiser().quantise(x)
-    assert Quantiser(metadata="float32").quantise(x).minimum.item() == -131072
+    assert Quantiser(metadata="float32").quantise(x)["minimum"].item() == -131072
 
 
 def test_fp16_arithmetic_is_kivis_own() -> None:

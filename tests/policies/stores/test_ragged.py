@@ -3,8 +3,10 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_models import tiny
 
 from kvbench.cache.attention import attend
+from kvbench.cache.sequence import Sequence
 from kvbench.cache.step import Step
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
@@ -28,6 +30,7 @@ def test_one_query_over_segments_equals_masked_dense_attention(
     group: int, heads: int, batch: int, softcap: float | None, window: int | None, sunk: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
+    sequence = Sequence(tiny().config, Policy())
     tokens, dim = 20, 8
     keys, values = torch.randn(batch, heads, tokens, dim), torch.randn(batch, heads, tokens, dim + 2)
     positions = torch.arange(tokens).expand(batch, -1)
@@ -42,7 +45,8 @@ def test_one_query_over_segments_equals_masked_dense_attention(
         held.keep(mask, spare=1)
         new = torch.ones(batch, heads, 1, dim), torch.ones(batch, heads, 1, dim + 2)
         held.append(*new, at)
-        outputs.append(attend(Step(query, *new, at, span, how, held, policy=Policy()), Needs()))
+        step = Step(query, *new, at, span, how, held, policy=Policy(), sequence=sequence, layer=sequence.layers[0])
+        outputs.append(attend(step, Needs()))
         assert torch.equal((held.positions >= 0).sum(-1), mask.sum(-1) + 1)
     torch.testing.assert_close(outputs[0], outputs[1])
 
