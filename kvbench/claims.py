@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import yaml
 
+from kvbench.config.compose import check_run_fields, complete_overrides
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, show
 from kvbench.report.table import Table, table_of
@@ -18,7 +19,7 @@ from kvbench.terminal.outputs import check_output
 
 
 @click.command("claims", cls=Command)
-@click.argument("overrides", nargs=-1, metavar="[FIELD=VALUE]...")
+@click.argument("overrides", nargs=-1, metavar="[FIELD=VALUE]...", shell_complete=complete_overrides)
 @click.option("--paper", multiple=True, help=f"One of {', '.join(PAPERS)}, or a YAML file of claims; repeatable.")
 @click.option("--runs", type=PATH, help="Folder of finished runs; without it, the commands of the runs are shown.")
 @click.option("-o", "--output", type=PATH, help=f"File to write: {', '.join(FORMATS)}.")
@@ -31,6 +32,7 @@ def cli(overrides: Sequence[str], paper: Sequence[str], runs: Path | None, outpu
     if output is not None:
         check_output(output, tuple(FORMATS))
     words = pairs(overrides, "model=pocket")
+    check_run_fields(words)
     budget = {"budget": f"[{words['budget']}]"} if "budget" in words else {}
     fields = {key: yaml.safe_load(value) for key, value in {**words, **budget}.items()}
     claims = [claim for name in paper or PAPERS for claim in read_claims(name, fields)]

@@ -16,7 +16,7 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config.compose import CONF, load, names, refuse_unused
+from kvbench.config.compose import CONF, complete_overrides, names, refuse_unused
 from kvbench.errors import ConfigError, UsageError, first_line, unknown
 from kvbench.terminal.command import Commands, command, our_version, program, quiet, share_cores, write_message
 from kvbench.terminal.escapes import unescaped
@@ -63,19 +63,6 @@ COMMANDS = Commands(
     },
     "",
 )
-
-
-def _overrides(incomplete: str) -> list[str]:
-    """The overrides that may continue a word: fields of conf/config.yaml; after `policy=`, names of the group."""
-    config = load(CONF / "config.yaml")
-    groups = ["model", "policy", "task", "logger", "experiment", "hydra/launcher", "hydra/sweeper"]
-    group, equals, value = incomplete.partition("=")
-    if equals:
-        given = value[: value.rfind(",") + 1]  # full,snap
-        return [f"{group}={given}{name}" for name in names(group)] if group in groups else []
-    fields = [key for key in config if key not in ("defaults", "hydra")]
-    inner = {key: [f"{key}.{name}" for name in config[key]] for key in fields if isinstance(config[key], dict)}
-    return [f"{word}=" for field in (*groups, *fields) for word in inner.get(field, [field])]
 
 
 HELP = """\
@@ -131,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if instruction := os.environ.get(COMPLETE):
         from kvbench.terminal.completion import complete
 
-        return complete(COMMANDS, _overrides, instruction, COMPLETE)
+        return complete(COMMANDS, complete_overrides, instruction, COMPLETE)
     if words == ["--version"]:
         sys.stdout.write(f"{our_version()}\n")
         return 0

@@ -31,7 +31,7 @@ class ConfigError(UsageError):
     def __init__(self, field: str, value: object, allowed: str = "", why: str = "") -> None:
         self.field, self.value, self.allowed, self.why = field, value, allowed, why
         value = str(value) if isinstance(value, PurePath) else value
-        got = f"a {value.__name__}" if isinstance(value, type) else _TYPED.get(repr(value), repr(value))
+        got = a_kind(value) if isinstance(value, type) else _TYPED.get(repr(value), repr(value))
         written = value if isinstance(value, str) and _WORD.fullmatch(value) else got  # as on the command line
         reason = f"{field}={written}{' ' * (why[:1] not in ':,')}{why}"
         super().__init__(reason if why else f"{field} must be {allowed}, got {got}")
@@ -45,11 +45,21 @@ class ConfigError(UsageError):
         return ConfigError(".".join((*place, self.field)), self.value, self.allowed, self.why)
 
 
+def a_kind(of: type) -> str:
+    """`an int`: a type, for messages."""
+    return f"{'an' if of.__name__[0] in 'aeiouAEIOU' else 'a'} {of.__name__}"
+
+
 def unknown(field: str, name: str, allowed: Sequence[str], more: str = "") -> UsageError:
     """The error for a name that does not exist, with the nearest names first. more: other allowed names, in words."""
+    return UsageError(f"{field}={name} does not exist{instead(name, allowed, more)}")
+
+
+def instead(name: str, allowed: Sequence[str], more: str = "") -> str:
+    """The end of a message about a wrong name: the nearest names, then all."""
     near = get_close_matches(name, allowed, n=3, cutoff=0.6)
     guess = f": did you mean {' or '.join(', '.join(near).rsplit(', ', 1))}?" if near else ""
-    return UsageError(f"{field}={name} does not exist{guess} (allowed: {', '.join(allowed)}{more})")
+    return f"{guess} (allowed: {', '.join(allowed) or 'none'}{more})"
 
 
 @contextmanager

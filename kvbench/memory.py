@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from kvbench.config.compose import complete_overrides
 from kvbench.terminal.command import PATH, Command, program
 
 
 @click.command("memory", cls=Command, no_args_is_help=True)
-@click.argument("words", nargs=-1, metavar="KEY=VALUE...")
+@click.argument("words", nargs=-1, metavar="KEY=VALUE...", shell_complete=complete_overrides)
 @click.option("-cd", "--config-dir", type=PATH, help="Folder with your own models and policies.")
 def cli(words: Sequence[str], config_dir: Path | None) -> None:
     """Exact bytes of a policy's cache after a prompt, computed without weights.

@@ -28,6 +28,7 @@ KINDS = {
 }
 
 
+SIZE = click.FloatRange(0, 100, min_open=True)
 F = TypeVar("F", bound=Callable[..., Any])
 _LISTED = "\n".join(f"  {name:7}  {what}" for name, what in KINDS.items())
 
@@ -41,9 +42,14 @@ def _only(field: str) -> Callable[[F], F]:
 @click.option("-o", "--output", type=PATH, required=True, help="One file (.svg, .pdf, .png) or a folder.")
 @click.option("--kind", type=click.Choice(list(KINDS)), help="Kind of figure.")
 @click.option("--format", "suffix", type=click.Choice(["svg", "pdf", "png"]), help="Of files in a folder (svg).")
-@click.option("--width", type=float, metavar="INCHES", help="Width of a figure, such as 3.3 for a column.")
+@click.option(
+    "--width",
+    type=click.FloatRange(0, 100, min_open=True),
+    metavar="INCHES",
+    help="Width of a figure, such as 3.3 for a column.",
+)
 @click.option("--font", metavar="FAMILY", help='Font, such as serif or "Times New Roman".')
-@click.option("--font-size", type=float, metavar="POINTS", help="Size of the text (9).")
+@click.option("--font-size", type=SIZE, metavar="POINTS", help="Size of the text (9).")
 @click.option(
     "--caption", type=click.Choice(["below", "none"]), default="below", show_default=True,
     help="below: title and notes are in the figure; none: they are printed instead.",

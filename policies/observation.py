@@ -82,11 +82,6 @@ class Observation:
     shared: dict[str, Tensor] = field(default_factory=dict)
     known: StepCache = field(default_factory=dict, repr=False)
 
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.queries.shape[1] // self.keys.shape[1]
-
     @cached_property
     def occupied(self) -> Tensor:
         """[B,H_kv,T] bool: slots that hold a token."""

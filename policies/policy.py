@@ -13,7 +13,6 @@ from kvbench.policies.allocators.threshold import with_threshold
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.allocators.whole_pages import check_pages, paged_allocator
 from kvbench.policies.checks import check_choices
-from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.needs import Needs
@@ -219,15 +218,9 @@ class Policy:
 
 def _protected(observation: Observation, first: Sequence[int], newest: Sequence[int]) -> Tensor:
     """[B,H_kv,T] bool: the stored tokens among the first and the newest positions, counts per sequence."""
-    last, positions = observation.sequences.last, observation.positions
-    if len(set(first)) > 1 or (len(set(newest)) > 1 and last is None):
-        return protected(positions, observation.seen, first, newest)
-    if len(set(newest)) == 1:
-        recent = observation.newest(newest[0])
-    else:
-        assert last is not None
-        bounds = last + 1 - on_device(tuple(newest), positions.device)
-        recent = positions >= bounds.clamp_(min=0)[:, None, None]
+    if len(set(first)) > 1 or len(set(newest)) > 1:
+        return protected(observation.positions, observation.seen, first, newest)
+    recent = observation.newest(newest[0])
     if first[0] and any(newest):
         return observation.once(("protected", first[0], *newest), lambda: recent | observation.first(first[0]))
     return observation.first(first[0]) if first[0] else recent

@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 CONF = "pkg://kvbench.conf"
-GROUPS = ("model", "policy", "task", "wrapper", "experiment")
+GROUPS = ("model", "policy", "task", "wrapper", "experiment", "logger")
 
 
 class KvbenchSearchPath(SearchPathPlugin):
@@ -208,8 +208,16 @@ class GridSweeper(BasicSweeper):
         launcher, self.launcher = self.launcher, _Collector()
         for line in narrowed(self.grids, arguments):
             self.batch_index = 0
-            super().sweep(line)
+            try:
+                super().sweep(line)
+            except OSError as error:  # of multirun.yaml
+                why = (
+                    f"out={self.config.hydra.sweep.dir} cannot be written to ({error.strerror}), choose another folder"
+                )
+                raise CompactHydraException(why) from error
         jobs, self.launcher = self.launcher.jobs, launcher
+        if not jobs:
+            raise CompactHydraException("the values of this sweep have no combination: a glob() that finds no name?")
         size = self.max_batch_size or len(jobs)
         returns = []
         for start in range(0, len(jobs), size):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.api.results import Results
 from kvbench.engine.compute import compute_runs
-from kvbench.errors import ConfigError, UsageError, own_folders
+from kvbench.errors import ConfigError, UsageError, a_kind, own_folders
 from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy
@@ -108,13 +108,13 @@ def _compute(runs: Sequence[Run], given: GivenModel | None) -> None:
 def _given(model: Model, tokenizer: PreTrainedTokenizerBase | None, dtype: str, device: str) -> GivenModel | None:
     """The model if it is an object; None for a name. Raises UsageError."""
     if not isinstance(model, PreTrainedModel | str | Path):
-        raise UsageError(f"model= must be a name or a model of transformers, got a {type(model).__name__}")
+        raise UsageError(f"model= must be a name or a model of transformers, got {a_kind(type(model))}")
     if not isinstance(model, PreTrainedModel):
         if tokenizer is not None:
             raise UsageError(f"tokenizer= is for a model object: model={model} has its own")
         return None
     if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
-        raise UsageError(f"tokenizer= must be a tokenizer of transformers, got a {type(tokenizer).__name__}")
+        raise UsageError(f"tokenizer= must be a tokenizer of transformers, got {a_kind(type(tokenizer))}")
     if tokenizer is None:
         raise UsageError(f"tokenizer= is missing: {given_name(model)} is a model object")
     if (dtype, device) != ("auto", "auto"):

@@ -29,7 +29,7 @@ from kvbench.cache.families import check_interface, layout_of
 from kvbench.cache.hook import LayerCall, check_attention
 from kvbench.cache.interface import check_policy, uncompiled
 from kvbench.cache.model_layer import model_layer
-from kvbench.cache.sequence import Sequence, check_length, spread
+from kvbench.cache.sequence import Sequence, spread
 from kvbench.cache.step import Step, append, no_attention
 from kvbench.cache.views import KVLayer, stacked
 from kvbench.errors import ConfigError, as_python
@@ -80,9 +80,6 @@ class KVCache(Cache):
         self._prompt_length, self._question = prompt_length, question
         self._layout = layout_of(self.config)
         check_policy(policy)
-        for length in prompt_length if isinstance(prompt_length, List) and prompt_length else [prompt_length]:
-            if length is not None:
-                check_length(length)
         self.extras = extras_of(self._layout, [policy])
         for extra in self.extras:
             extra.check(policy)

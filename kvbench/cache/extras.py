@@ -20,12 +20,12 @@ from kvbench.policies.policy import Policy
 def extras_of(layout: Layout, policies: Iterable[Policy]) -> list[Extra]:
     """The extras that a model and the policies of a cache need, in the order in which their hooks are called."""
     policies, found = list(policies), list[Extra]()
+    if any(policy.needs.hidden for policy in policies):
+        found.append(HiddenInputs())  # before others make evictions wait
     if layout.owners:
         found.append(SharedReads(layout))
     if any(policy.pre_pass is not None for policy in policies):
         found.append(PrePasses())
-    if any(policy.needs.hidden for policy in policies):
-        found.append(HiddenInputs())
     if any(isinstance(policy.allocator, MEASURING) for policy in policies):
         found.append(MeasuredBudgets())
     if layout.latent:

@@ -65,7 +65,8 @@ class Sequence:
         self.nan_flags: dict[int, Tensor] = {}  # [1] bool by layer: NaN scores of decoding steps on a GPU
         self.peak_nbytes = self._total_bytes = 0
         self._bytes = [0] * len(self.names)
-        self._given, self._question = prompt_length, question
+        self._given = None if prompt_length is None else check_length(prompt_length)
+        self._question = question
         self.takes_several = policy.store.exact and not policy.evicts
         self._rope_switch = layout.uniform_length
         self._last = 0  # columns of the last call
@@ -159,7 +160,7 @@ class Sequence:
             if not self.started:  # without a given length the first call is the whole prompt
                 self.started = True
                 if count or self._given is not None:
-                    self._begin_prompt(count if self._given is None else check_length(self._given), self._question)
+                    self._begin_prompt(self._given or count, self._question)
             self._check(count, columns, generating)
             self.spans = self._scheduled(count) if count else []
         self._places.clear()

@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import BooleanNode, FloatNode, IntegerNode, ValidationError
 
-from kvbench.errors import ConfigError, UsageError, first_line
+from kvbench.errors import ConfigError, UsageError, a_kind, first_line, instead
 
 INTERNAL = {"internal": True}
 """The metadata of a field that no configuration sets."""
@@ -79,7 +79,7 @@ def tree_of(part: object) -> Any:  # noqa: ANN401 - whatever YAML holds
         return [tree_of(item) for item in part]
     if isinstance(part, str | int | float | None):
         return part
-    raise UsageError(f"a {type(part).__name__} cannot be recorded: a run holds plain values and dataclasses of them")
+    raise UsageError(f"{a_kind(type(part))} cannot be recorded: a run holds plain values and dataclasses of them")
 
 
 def check_fields(part: Any, given: Mapping[str, Any]) -> None:  # noqa: ANN401 - a dataclass
@@ -88,8 +88,7 @@ def check_fields(part: Any, given: Mapping[str, Any]) -> None:  # noqa: ANN401 -
     allowed = [f.name for f in declared]
     for name, value in given.items():
         if name not in allowed:
-            others = f" (allowed: {', '.join(allowed) or 'none'})"
-            raise ConfigError(name, value, why=f"is not a field of {part.__name__}{others}")
+            raise ConfigError(name, value, why=f"is not a field of {part.__name__}{instead(name, allowed)}")
     for f in declared:
         if f.name not in given and f.default is f.default_factory is dataclasses.MISSING:
             raise ConfigError(f.name, None, why=f": {part.__name__} needs a value")

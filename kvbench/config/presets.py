@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from kvbench.config.compose import Config, find, load, names, read, resolved
 from kvbench.config.parts import build, field_names, part_class
-from kvbench.errors import ConfigError, UsageError, as_python, own_folders, unknown
+from kvbench.errors import ConfigError, UsageError, as_python, instead, own_folders, unknown
 
 if TYPE_CHECKING:
     from kvbench.policies.policy import Budget, Policy
@@ -194,7 +194,7 @@ def place(config: Config, field: str, value: Any) -> None:  # noqa: ANN401
         homes = [home for home in homes if not _inherits(parts[home], name)]
     if not homes:
         known = sorted({known for tree in parts.values() for known in field_names(tree)} - set(parts))
-        raise UsageError(f"policy {config.get('name')} has no field {field!r} (allowed: {', '.join(known)})")
+        raise UsageError(f"policy {config.get('name')} has no field {field!r}{instead(name, known)}")
     if len(homes) > 1:
         raise UsageError(f"{field!r} exists in {' and '.join(homes)}: write {homes[0]}.{name} or {homes[1]}.{name}")
     parts[homes[0]][name] = value

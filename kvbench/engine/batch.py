@@ -133,7 +133,7 @@ class DecodeBatch:
         outgrown = [sequence for sequence in self.sequences if self._outgrows(sequence)]
         if outgrown:
             return self._restart(outgrown)
-        live = {sequence.cache.sequence: sequence for sequence in self.sequences if sequence.cache is not None}
+        live = {sequence.held: sequence for sequence in self.sequences}
         plain = self._plain
         try:
             if use_triton(self.sequences[0].request.input_ids) and self._model.dtype != torch.float64:
@@ -176,8 +176,7 @@ class DecodeBatch:
         """Prefill the text so far of some sequences, and choose their next tokens. Returns those that finish."""
         self.drop(sequences)
         for sequence in sequences:
-            assert sequence.cache is not None
-            request, peak = sequence.request, sequence.cache.sequence.peak_nbytes
+            request, peak = sequence.request, sequence.held.peak_nbytes
             if request.turns:
                 sequence.error = ValueError(
                     f"a conversation exceeds {sequence.position} tokens while it is answered, where this model needs "
@@ -189,7 +188,7 @@ class DecodeBatch:
             sequence.decode_steps += 1
             prefill_prompt(self._model, [[sequence]])
             if sequence.error is None:
-                sequence.cache.sequence.peak_nbytes = max(peak, sequence.cache.sequence.peak_nbytes)
+                sequence.held.peak_nbytes = max(peak, sequence.held.peak_nbytes)
         self.start(sequences)
         return [sequence for sequence in sequences if sequence.done]
 
@@ -200,12 +199,11 @@ class DecodeBatch:
         tokens = torch.tensor([[0 if one is None else one.tokens[-1]] for one in rows], device=device)
         places = torch.tensor([[0 if one is None else one.position] for one in rows], device=device)
         for row, sequence in live.items():
-            if sequence.logits is not None and sequence.cache is not None:
-                rate(sequence.cache.sequence, sequence.logits, tokens[row : row + 1])
+            if sequence.logits is not None:
+                rate(sequence.held, sequence.logits, tokens[row : row + 1])
         logits = logits_of(tokens, places, cache)
         for sequence in live.values():
-            assert sequence.cache is not None
-            sequence.error = sequence.cache.sequence.error
+            sequence.error = sequence.held.error
         advance(list(live.values()), logits if len(live) == len(rows) else logits[list(live)])
 
     @torch.inference_mode()
@@ -213,8 +211,7 @@ class DecodeBatch:
         """Remove sequences from the batch; each has its own cache then."""
         for sequence in sequences:
             self.sequences.remove(sequence)
-            assert sequence.cache is not None
-            held = sequence.cache.sequence
+            held = sequence.held
             if self._plain is not None and held in self._plain.sequences:
                 self._plain.sequences.remove(held)
             for batch in self.devices:

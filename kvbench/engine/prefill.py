@@ -259,9 +259,8 @@ def _start(sequences: Sequences, logits: Tensor, sharing: int, model: PreTrained
         _fail(sequences, error)
         return
     for sequence in sequences:
-        assert sequence.cache is not None
         sequence.sharing = sharing
-        sequence.position, sequence.error = sequence.cache.seen, sequence.error or sequence.cache.sequence.error
+        sequence.position, sequence.error = sequence.held.columns, sequence.error or sequence.held.error
     if sequences[0].request.target is None:
         choose_next(sequences, logits)
 

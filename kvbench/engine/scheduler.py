@@ -214,7 +214,7 @@ class Scheduler:
         for sequence, flight in self._in_flight.items():
             flight.most_in_flight = max(flight.most_in_flight, in_flight + sequence.done)
         self._finish([sequence for sequence in self._in_flight if sequence.done])
-        self._advance(0, f"{in_flight} sequences, prompts")
+        self._advance(0, f"{in_flight} sequences, prefill")
 
     # --- conversations ---------------------------------------------------------------------------------------------
     def _history(self, item: WorkItem, run: RunWriter) -> History | None:
@@ -244,7 +244,7 @@ class Scheduler:
         for flight in self._in_flight.values():
             flight.decode_seconds += seconds
         self._finish(ended)
-        self._advance(0, f"{self._batch.in_flight} sequences, {self._totals.tokens_per_second:.0f} tokens/s")
+        self._advance(0, f"{self._batch.in_flight} sequences, {self._totals.tokens_per_second:.0f} decoded tokens/s")
 
     def _finish(self, ended: Sequence[LiveSequence]) -> None:
         """Deliver the samples or errors of finished sequences to their runs."""

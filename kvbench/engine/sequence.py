@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.cache import KVCache
+from kvbench.cache.sequence import Sequence as CachedSequence
 from kvbench.engine.logits import NOT_A_NUMBER
 from kvbench.engine.scores import Scores
 from kvbench.policies.policy import Policy
@@ -140,6 +141,12 @@ class LiveSequence:
 
     def __post_init__(self) -> None:
         self.sampler = None if self.request.sampler is None else self.request.sampler()
+
+    @property
+    def held(self) -> CachedSequence:
+        """The contents of its cache."""
+        assert self.cache is not None
+        return self.cache.sequence
 
     @property
     def done(self) -> bool:

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from kvbench.cache.hook import prepare
-from kvbench.errors import UsageError, refusing
+from kvbench.errors import UsageError, refusing, unknown
 from kvbench.models.answers import unused_fields
 from kvbench.models.files import CONFIG_FILES, WANTED, ModelSpec, model_folder, model_identity
 from kvbench.models.trial import layer_shapes, state_bytes, try_out
@@ -123,8 +123,7 @@ def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
     is not available or not supported.
     """
     if dtype not in DTYPES or spec.dtype not in DTYPES:
-        wrong = dtype if dtype not in DTYPES else spec.dtype
-        raise UsageError(f"dtype={wrong} is not allowed, choose one of {', '.join(DTYPES)}")
+        raise unknown("dtype", dtype if dtype not in DTYPES else spec.dtype, list(DTYPES))
     _check_device_map(spec.device_map)
     config = _config(spec, model_folder(spec, CONFIG_FILES))  # checked before gigabytes of weights are downloaded
     chosen = next((d for d in (dtype, spec.dtype) if d != "auto"), None)

@@ -14,7 +14,7 @@ from statistics import NormalDist
 from typing import Any
 
 from kvbench.config.compose import load
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, unknown
 from kvbench.papers.matching import Runs
 from kvbench.papers.protocol import SCHEDULE, Plan
 from kvbench.papers.published import BASELINE, FOLDER
@@ -105,6 +105,8 @@ def read_claims(source: str | Path, overrides: Mapping[str, Any] | None = None) 
     Raises UsageError for an invalid file.
     """
     path = FOLDER / source / "claims.yaml" if str(source) in PAPERS else Path(source)
+    if not path.is_file():
+        raise unknown("paper", str(source), PAPERS, "; or a YAML file of claims")
     try:
         found = [Claim(**given) for given in load(path)["claims"]]
     except (OSError, ValueError, KeyError, TypeError) as error:

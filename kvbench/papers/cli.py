@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from kvbench.config.compose import complete_overrides
 from kvbench.errors import UsageError
 from kvbench.papers.layout import lay_out, layout, numbers, read_yaml, tables
 from kvbench.report.formats import FORMATS, show
@@ -29,8 +30,8 @@ replace the model:
 offline, with shorter prompts and budgets (--small has such overrides for one table of each paper):
   model=pocket task=niah task.lengths=[2048] budget=512,1024 block=32"""
 
-_table = click.argument("table")
-_overrides = click.argument("overrides", nargs=-1, metavar="[FIELD=VALUE]...")
+_table = click.argument("table", shell_complete=lambda _, __, word: [one for one in tables() if one.startswith(word)])
+_overrides = click.argument("overrides", nargs=-1, metavar="[FIELD=VALUE]...", shell_complete=complete_overrides)
 _small = click.option(
     "--small", "is_small", is_flag=True, help="Use the overrides of results/paper/small.yaml (offline)."
 )

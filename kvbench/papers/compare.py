@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from kvbench.config.compose import check_run_fields
 from kvbench.config.presets import make_policy
 from kvbench.errors import UsageError
 from kvbench.models.cache_shapes import cache_shape
@@ -32,8 +33,6 @@ ELSEWHERE = (
     "dtype",
     "seed",
     "allow_version_mismatch",
-    "debug",
-    "launcher",
     "logger",
     "engine",
     "hydra",
@@ -67,6 +66,7 @@ class Choice:
 
     def __init__(self, name: str, overrides: Sequence[str] = ()) -> None:
         given = pairs(overrides, "model=pocket")
+        check_run_fields(given)
         plans = [one for number in numbers(name) for one in runs_of(number)]
         self.settings = {
             key: yaml.safe_load(value)

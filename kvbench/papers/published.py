@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import csv
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from kvbench.errors import UsageError
+from kvbench.errors import unknown
 from kvbench.results.labels import natural
 
 COLUMNS = ("paper", "table", "model", "method", "budget", "budget_kind", "task", "metric", "value", "note")
@@ -61,7 +60,7 @@ def tables(paper: str | None = None) -> tuple[str, ...]:
     if paper is None:
         return tuple(name for paper in papers() for name in tables(paper))
     if paper not in papers():
-        raise UsageError(f"paper {paper!r} has no published tables{_meant(paper, papers())}")
+        raise unknown("paper", paper, papers())
     return tuple(f"{paper}/{stem}" for stem in sorted((p.stem for p in (FOLDER / paper).glob("*.csv")), key=natural))
 
 
@@ -69,10 +68,10 @@ def tables(paper: str | None = None) -> tuple[str, ...]:
 def read_table(name: str) -> tuple[Number, ...]:
     """The numbers of a table such as `caote/table2`, in the order of its file.
 
-    Raises UsageError for an unknown table, with close names.
+    Raises UsageError for an unknown table, with the nearest names.
     """
     if name not in tables():
-        raise UsageError(f"table {name!r} is unknown{_meant(name, tables())} (`list` shows them all)")
+        raise unknown("table", name, tables())
     with (FOLDER / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return tuple(_number(row) for row in csv.DictReader(file))
 
@@ -81,8 +80,3 @@ def _number(row: dict[str, str]) -> Number:
     printed, budget = row.pop("value"), row.pop("budget")
     kind = int if row["budget_kind"] == "tokens_per_head" else float
     return Number(**row, value=float(printed), printed=printed, budget=kind(budget) if budget else None)
-
-
-def _meant(name: str, allowed: tuple[str, ...]) -> str:
-    close = get_close_matches(name, allowed)
-    return f", did you mean {' or '.join(close)}?" if close else f" (there are {', '.join(papers())})"

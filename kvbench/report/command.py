@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, instead
 from kvbench.report.changes import changes_table
 from kvbench.report.curves import at_size_table, smallest_table
 from kvbench.report.formats import FORMATS, renamed, show
@@ -85,7 +85,7 @@ def collect(
     known = dict.fromkeys([*(column.name for column in COLUMNS), *(key for row in rows for key in row.differs)])
     for name in names:
         if name not in known:
-            raise UsageError(f"--columns {name} is not a column (allowed: {', '.join(known)})")
+            raise UsageError(f"--columns {name} is not a column{instead(name, list(known))}")
     if output is not None and tidy:
         _write_tidy(rows, names, output)
         sys.stdout.write(f"{len(rows)} rows -> {output}\n")

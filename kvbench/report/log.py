@@ -10,9 +10,9 @@ from typing import Any
 import click
 import yaml
 
-from kvbench.config.compose import names, read, resolved
+from kvbench.config.compose import complete_overrides, names, read, resolved
 from kvbench.config.parts import build, refusing_in
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, unknown
 from kvbench.results.definition import sweep_name
 from kvbench.results.result import load_results
 from kvbench.terminal.command import PATH, Command, pairs, quiet
@@ -20,7 +20,7 @@ from kvbench.terminal.command import PATH, Command, pairs, quiet
 
 @click.command("log", cls=Command)
 @click.argument("folder", type=PATH)
-@click.argument("fields", nargs=-1, metavar="logger=NAME [logger.FIELD=VALUE]...")
+@click.argument("fields", nargs=-1, metavar="logger=NAME [logger.FIELD=VALUE]...", shell_complete=complete_overrides)
 def log(folder: Path, fields: Sequence[str]) -> None:
     """Log all finished runs below a folder, and their table: kvbench results log results/runs logger=wandb.
 
@@ -29,14 +29,11 @@ def log(folder: Path, fields: Sequence[str]) -> None:
     quiet()
     words = pairs(fields, "logger=wandb")
     known = [name for name in names("logger") if name != "none"]
-    if words.get("logger") not in known:
-        raise UsageError(f"logger={words.get('logger', '')} must be one of {', '.join(known)}")
-    config: dict[str, Any] = read("logger", words.pop("logger"))
-    allowed = [f"logger.{name}" for name in config if name != "_target_"]
-    for key, value in words.items():
-        if key not in allowed:
-            raise UsageError(f"{key}= is not a field of the logger (allowed: {', '.join(allowed)})")
-        config[key.removeprefix("logger.")] = yaml.safe_load(value)
+    name = words.pop("logger", "")
+    if name not in known:
+        raise unknown("logger", name, known)
+    given = {key.removeprefix("logger."): yaml.safe_load(value) for key, value in words.items()}
+    config: dict[str, Any] = {**read("logger", name), **given}
     with refusing_in("logger", config, "logger: "):
         tracker = build(resolved({"logger": config, "out": str(folder)})["logger"])
         watch = tracker.watch(sweep_name(folder, None))

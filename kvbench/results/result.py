@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, instead
 from kvbench.results.changes import Changes, changes
 from kvbench.results.described import Described
 from kvbench.results.files import read_yaml
@@ -215,7 +215,7 @@ class Results(Sequence[Result]):
         known = sorted({key for row in self if keys for sample in row.samples for key in sample.metadata})
         for key in keys:
             if key not in known:
-                raise UsageError(f"--by {key} is not a metadata key of any example (allowed: {', '.join(known)})")
+                raise UsageError(f"--by {key} is not a metadata key of any example{instead(key, known)}")
         return [each for row in self for each in (row, *(part for key in keys for part in row.parts(key)))]
 
 

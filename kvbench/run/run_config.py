@@ -196,7 +196,8 @@ def run_config(
         set_field(config, path if "." in path or path in own else f"task.{path}", value)
     for group in objects:
         if config[group]:
-            raise UsageError(f"fields of the {group} are not allowed with an object: set them in the object")
+            wrong = ", ".join(config[group])
+            raise UsageError(f"{wrong}: fields of a {group} are not allowed with an object, set them in the object")
     if "policy" in objects and any(config.get(name) is not None for name in SCHEDULE):
         raise UsageError("schedule, block, decode, every and protect are not allowed with a Policy object")
     found = typed(resolved(config), chosen, folders)

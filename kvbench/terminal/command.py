@@ -161,26 +161,19 @@ class Commands(click.Group):
     """
 
     def __init__(self, name: str, places: Mapping[str, tuple[str, str]], about: str) -> None:
-        known = {one: click.Command(one) for one in places}  # click names the nearest ones for a wrong name
-        super().__init__(name, known, help=about, no_args_is_help=False)
+        summaries = [click.Command(name, short_help=text) for name, (_, text) in places.items()]
+        super().__init__(name, help=about, no_args_is_help=False, commands=summaries)
         self.places = places
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order of --help."""
-        return list(self.places)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         """Import a sub-command."""
-        if cmd_name not in self.places:
-            return None
-        module, _, name = self.places[cmd_name][0].partition(":")
-        command: click.Command = getattr(import_module(module), name)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The summaries, without importing the commands."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, about) for name, (_, about) in self.places.items()])
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None:
+            module, _, member = self.places[name][0].partition(":")
+            command = getattr(import_module(module), member)
+        return name, command, rest
 
 
 class PathType(click.Path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import click
 from click.shell_completion import BashComplete, CompletionItem, add_completion_class, shell_complete
 
 from kvbench.terminal.command import Commands
+
+Fields = Callable[[click.Context, click.Parameter | None, str], list[str]]
 
 
 class Bash(BashComplete):
@@ -34,19 +36,20 @@ class Bash(BashComplete):
 
 
 class Overrides(Commands):
-    """Completes sub-commands, and overrides where none is named. fields: the words that continue an incomplete one."""
+    """Completes sub-commands, and overrides where none is named. fields: `shell_complete` of an argument of click."""
 
-    def __init__(self, commands: Commands, fields: Callable[[str], Sequence[str]]) -> None:
+    def __init__(self, commands: Commands, fields: Fields) -> None:
         super().__init__(str(commands.name), commands.places, "")
         self.fields = fields
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """A sub-command as the first word, fields, and the names of a group after `policy=`."""
         names = [] if ctx.args or ctx._protected_args else self.list_commands(ctx)
-        return [CompletionItem(word) for word in (*names, *self.fields(incomplete)) if word.startswith(incomplete)]
+        words = [name for name in names if name.startswith(incomplete)]
+        return [CompletionItem(word) for word in (*words, *self.fields(ctx, None, incomplete))]
 
 
-def complete(commands: Commands, fields: Callable[[str], Sequence[str]], instruction: str, variable: str) -> int:
+def complete(commands: Commands, fields: Fields, instruction: str, variable: str) -> int:
     """Print the script of a shell (`bash_source`) or the completions it asks for; returns the exit code."""
     add_completion_class(Bash)
     return shell_complete(Overrides(commands, fields), {}, "kvbench", variable, instruction)

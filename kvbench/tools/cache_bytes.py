@@ -16,7 +16,7 @@ import yaml
 from kvbench.cache.layer import RecentQueries
 from kvbench.cache.reading import PageReads
 from kvbench.config.presets import make_policy
-from kvbench.errors import own_folders, refusing
+from kvbench.errors import own_folders, refusing, unknown
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.latents import check_latents
@@ -196,7 +196,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
-        raise ValueError(f"dtype={name} is not allowed, choose one of {', '.join(DTYPES)}")
+        raise unknown("dtype", name, list(DTYPES))
     return DTYPES[name]
 
 

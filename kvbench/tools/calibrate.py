@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.config.compose import complete_overrides
 from kvbench.engine.generate import generate_tokens
 from kvbench.errors import UsageError
 from kvbench.models.trial import layer_shapes
@@ -138,7 +139,7 @@ CALIBRATIONS = {
 
 @click.command("calibrate", cls=Command)
 @click.argument("name", type=click.Choice(list(CALIBRATIONS)), metavar="NAME")
-@click.argument("fields", nargs=-1, metavar="[FIELD=VALUE]...")
+@click.argument("fields", nargs=-1, metavar="[FIELD=VALUE]...", shell_complete=complete_overrides)
 @click.option("-o", "--output", type=PATH, required=True, help="File to write (.safetensors or .pt).")
 @click.option("-cd", "--config-dir", type=PATH, help="Folder with your own tasks and models.")
 def cli(name: str, fields: Sequence[str], output: Path, config_dir: Path | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import yaml
 
+from kvbench.config.compose import complete_overrides
 from kvbench.errors import UsageError, own_folders, refusing
 from kvbench.terminal.command import PATH, Command, program, quiet, share_cores
 
@@ -29,7 +30,7 @@ _LISTED = "\n".join(f"  {name:14}{what}" for name, what in DIAGNOSTICS.items())
 
 @click.command("diagnose", cls=Command, help=f"{_ABOUT}\n\n\b\nDiagnostics:\n{_LISTED}")
 @click.argument("name", type=click.Choice(list(DIAGNOSTICS)), metavar="NAME")
-@click.argument("fields", nargs=-1, metavar="[FIELD=VALUE]...")
+@click.argument("fields", nargs=-1, metavar="[FIELD=VALUE]...", shell_complete=complete_overrides)
 @click.option("-cd", "--config-dir", type=PATH, help="Folder with your own policies, tasks and models.")
 def cli(name: str, fields: Sequence[str], config_dir: Path | None) -> None:
     """Run one diagnostic."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, instead
 from kvbench.results.files import write_atomically
 from kvbench.tasks.predictions import Line
 from kvbench.tasks.scores import benchmark_module, benchmarks_with
@@ -60,13 +60,13 @@ class Benchmarks(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         """The command of a benchmark. Raises UsageError for a module that cannot score."""
-        known = f"choose one of {', '.join(self.list_commands(ctx))}, or a module with this function"
+        known = instead(cmd_name, self.list_commands(ctx), "; or a module with this function")
         try:
             benchmark = benchmark_module(cmd_name, "predictions")
         except (ModuleNotFoundError, ValueError, TypeError) as error:  # an empty name, or a leading dot
-            raise UsageError(f"{cmd_name} is not a benchmark that can score predictions ({error}): {known}") from error
+            raise UsageError(f"{cmd_name} is not a benchmark that can score predictions ({error}){known}") from error
         if not hasattr(benchmark, "score_predictions"):
-            raise UsageError(f"{cmd_name} has no function score_predictions: {known}")
+            raise UsageError(f"{cmd_name} has no function score_predictions{known}")
         return _command_of(cmd_name, benchmark)
 
 

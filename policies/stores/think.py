@@ -53,7 +53,7 @@ class ThinK(Codec):
         places = observation.query_positions[0]
         window = (places >= max(prompt - self.query_window, 0)) & (places < prompt)
         squares = widen(observation.queries[:, :, window]).square().sum(2)
-        squares = squares.unflatten(1, (-1, observation.group)).sum(2)
+        squares = squares.unflatten(1, (observation.keys.shape[1], -1)).sum(2)
         memory[SQUARES] = memory[SQUARES] + squares if memory else squares
 
     def flush(self, part: Columns, prompt: bool) -> None:

@@ -20,6 +20,7 @@ def test_the_blocks_of_the_page_run(
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), notebook.__dict__)
     assert len(blocks) > 5
+    assert vars(notebook)["answers"] == [" 4071234"]
     assert "policy=snapk does not exist" in capsys.readouterr().out
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert len([*(tmp_path / "results/runs").iterdir()]) == len(vars(notebook)["everything"]) == 1

@@ -147,4 +147,4 @@ def test_the_command_prints_verdicts_of_a_file_with_overrides(
     assert main([*words, "budget=64"]) == 0
     assert "holds" in capsys.readouterr().out
     assert main(["--paper", "nobody"]) == 2
-    assert "nobody is not a valid list of claims" in capsys.readouterr().err
+    assert "paper=nobody does not exist (allowed: caote" in capsys.readouterr().err

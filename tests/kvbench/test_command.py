@@ -45,8 +45,9 @@ def test_bash_completes_commands_options_fields_and_names(tmp_path: Path) -> Non
     command.chmod(0o755)
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
     lines = ["kvbench repo", "kvbench plot --free", "kvbench policy=full,streaming", "kvbench -m engine.cu"]
+    lines += ["kvbench tables show caote/table6", "kvbench memory policy=streaming"]
     done = subprocess.run(
         ["bash", "-c", BASH, "bash", *lines], env={**os.environ, **paths}, capture_output=True, text=True
     )
-    found = ["report", "--free-y", "full,streamingllm", "engine.cuda_graph="]
+    found = ["report", "--free-y", "full,streamingllm", "engine.cuda_graph=", "caote/table6", "streamingllm"]
     assert [line.split() for line in done.stdout.splitlines()] == [[one] for one in found]

@@ -9,12 +9,17 @@ from kv_models import SHARING, prompt, tiny
 from kv_oracle import Rules
 from kv_runs import assert_full_is_eager, assert_rows_alone, policy_for, run_greedy
 from kv_simulate import simulate
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.copies import fork
 from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
+from kvbench.policies.needs import Needs
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.policy import Policy
+from kvbench.policies.scorers.scorer import Scorer
 
 OWNERS = {3: 2, 4: 0}
 NEW = 6
@@ -90,3 +95,32 @@ def test_shared_layers_work_with_later_prompts_copies_and_contexts() -> None:
     assert grown.tokens == plain.tokens
     assert isinstance(asked.cache, KVCache)
     assert torch.equal(asked.cache.kept_tokens(), torch.full((3, 1, 2), 20 + 30 + NEW - 1))  # it grows
+
+
+class ByHidden(Scorer):
+    """Scores a token by the mean of its hidden state before the attention of the layer."""
+
+    needs = Needs(hidden=True, layer=True)
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return observation.shared["hidden"].mean(-1)[:, None].expand(observation.positions.shape)
+
+
+@pytest.mark.parametrize("family", SHARING)
+def test_a_layer_that_others_read_is_scored_by_its_own_hidden_states(family: str) -> None:
+    """Its eviction waits for the readers, whose attention has other inputs."""
+    model, inputs = model_of(family), dict[int, Tensor]()
+
+    def note(module: Any, args: object, kwargs: dict[str, Tensor]) -> None:
+        inputs[module.layer_idx] = kwargs["hidden_states"][0]
+
+    modules = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+    policy = Policy(scorer=ByHidden(), budget=20)
+    cache = generate_tokens(model, torch.tensor([prompt(45)]), policy, max_new_tokens=1).cache
+    for hook in hooks:
+        hook.remove()
+    assert isinstance(cache, KVCache)
+    for layer, held in enumerate(cache.attention_layers):
+        best = inputs[layer].mean(-1).topk(20).indices.sort().values
+        assert (held.positions == best).all()

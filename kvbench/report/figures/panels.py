@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, instead
 from kvbench.report.figures.style import Look, family, palette
 from kvbench.results.columns import read_table
 from kvbench.results.labels import in_words
@@ -49,7 +49,7 @@ def choose(rows: Sequence[Result], **wanted: Sequence[str]) -> list[Result]:
         known = set().union(*names.values())
         for value in values:
             if value not in known:
-                raise UsageError(f"--{field} {value} is not a value of any run (allowed: {', '.join(sorted(known))})")
+                raise UsageError(f"--{field} {value} is not a value of any run{instead(value, sorted(known))}")
         chosen = [row for row in chosen if not values or _always(row, field) or names[row] & set(values)]
     return [*Results(chosen)]
 

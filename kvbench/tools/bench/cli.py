@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, unknown
 from kvbench.terminal.command import Command, program, quiet
 from kvbench.terminal.outputs import check_folder
 from kvbench.tools.bench.settings import SWEEP, Settings, experiments, parse
@@ -43,7 +43,7 @@ def cli(words: Sequence[str]) -> None:
     """Run one benchmark. Raises UsageError for wrong arguments."""
     name, arguments = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
     if name not in ("", *_EXPERIMENTS):
-        raise UsageError(f"experiment {name} does not exist, choose from {', '.join(_EXPERIMENTS)}")
+        raise unknown("experiment", name, list(_EXPERIMENTS))
     run(name, parse(name, _sweep_defaults(arguments) if name == SWEEP else arguments))
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvbench.config.compose import find, read
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, unknown
 from kvbench.models.files import ModelSpec
 from kvbench.models.loading import DTYPES, load, locate
 
@@ -24,7 +24,7 @@ def build(model: Any, dtype: str, device: torch.device) -> tuple[PreTrainedModel
     model that does not fit into memory.
     """
     if dtype not in DTYPES:
-        raise UsageError(f"dtype={dtype} is not allowed, choose one of {', '.join(DTYPES)}")
+        raise unknown("dtype", dtype, list(DTYPES))
     if isinstance(model, dict):
         fields = dict(model)
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.errors import ConfigError, UsageError, first_line
+from kvbench.errors import ConfigError, UsageError, first_line, instead
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "bench"
 SWEEP = "sweep"
@@ -53,7 +53,7 @@ def parse(experiment: str, arguments: Sequence[str]) -> Settings:
     for argument in arguments:
         key, equals, _ = argument.partition("=")
         if not equals or key.partition(".")[0] not in keys:
-            raise UsageError(f"{argument} is not allowed: write key=value, with a key of {', '.join(keys)}")
+            raise UsageError(f"{argument} is not key=value with a known key{instead(key, list(keys))}")
     listed = [name for name, one in keys.items() if str(one.type).startswith("list")]
     given = [_as_list(argument) if argument.partition("=")[0] in listed else argument for argument in arguments]
     try:
