@@ -1,10 +1,12 @@
 """Makes tests/support importable: tiny models and the slow oracle, shared by several folders of tests."""
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,29 @@ def pytest_runtest_logfinish() -> None:
     except RuntimeError as error:  # every call fails after an illegal access to memory
         sys.stderr.write(f"{error}\n")
         os._exit(1)
+
+
+@pytest.fixture(autouse=True)
+def _as_if_alone() -> Iterator[None]:
+    """No test draws, logs or reads variables otherwise because of those before it: commands run in this process."""
+    torch.default_generator.manual_seed(0)
+    levels, before = {log: log.level for log in (logging.root, logging.getLogger("kvbench"))}, dict(os.environ)
+    yield
+    for log, level in levels.items():
+        log.setLevel(level)
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture
+def model() -> Any:
+    """A tiny random Llama that attends through kvbench."""
+    from kv_models import tiny
+
+    from kvbench.cache.hook import prepare  # here: the process that starts the others of pytest-xdist needs no model
+
+    return prepare(tiny())
 
 
 @pytest.fixture(scope="session")

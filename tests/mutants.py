@@ -8,8 +8,6 @@ first the tests whose file or parameter is named like the changed module, then a
 A mutant survives if every test passes. With --near, only the first step runs: minutes instead of hours.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Packages import each other only as the table in CONTRIBUTING.md allows, and never in a cycle."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -65,13 +65,13 @@ def read_all(group: str) -> dict[str, Config]:
     from hydra import compose
     from omegaconf import OmegaConf
 
-    every = names(group)
-    words = [f"+{group}@{group}.file_{number}={json.dumps(name)}" for number, name in enumerate(every)]
-    with _own_hydra(()):
-        found: Any = OmegaConf.to_container(compose(overrides=words))
-    for number, name in enumerate(every):
-        _COMPOSED[group, name, (), ()] = found[group][f"file_{number}"]
-    return {name: read(group, name) for name in every}
+    new = [name for name in names(group) if (group, name, (), ()) not in _COMPOSED]
+    words = [f"+{group}@{group}.file_{number}={json.dumps(name)}" for number, name in enumerate(new)]
+    if new:
+        with _own_hydra(()):
+            found: Any = OmegaConf.to_container(compose(overrides=words))
+        _COMPOSED.update({(group, name, (), ()): found[group][f"file_{number}"] for number, name in enumerate(new)})
+    return {name: read(group, name) for name in names(group)}
 
 
 def _composed(group: str, name: str, folders: tuple[Path, ...]) -> Config:

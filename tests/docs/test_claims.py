@@ -1,7 +1,5 @@
 """Tables, claims and sub-commands of the pages are right and run."""
 
-from __future__ import annotations
-
 import csv
 import re
 import shlex
@@ -28,7 +26,7 @@ PAGES = [
 
 def test_the_table_of_the_readme_is_that_of_the_results() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    folder = RESULTS / re.search(r"\]\(results/(\w+)/ruler_average.svg\)", readme)[1]  # type: ignore[index]
+    folder = RESULTS / re.search(r"\]\(results/(\w+)/ruler_average.svg\)", readme)[1]
     with (folder / "ruler_average.csv").open(encoding="utf-8") as file:
         known = {(row["policy"], row["budget"].split(".")[0]): row for row in csv.DictReader(file)}
     header, _, *table = readme.split("\n| policy | budget |", 1)[1].split("\n\n", 1)[0].splitlines()
@@ -44,7 +42,7 @@ def test_the_table_of_the_readme_is_that_of_the_results() -> None:
 
 def test_every_claim_names_its_source_and_the_example_of_the_page_is_one() -> None:
     page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
-    (shown,) = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])["claims"]  # type: ignore[index]
+    (shown,) = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])["claims"]
     claims = {one["name"]: one for file in RESULTS.glob("paper/*/claims.yaml") for one in load(file)["claims"]}
     assert all(claim["source"] for claim in claims.values())
     own = claims[shown["name"]]

@@ -1,7 +1,5 @@
 """The files of docs/examples do what the pages say: their commands run, their tests pass, as they stand."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What the pages name exists: fields with their values, policies, files, words of code, flags, links and commands."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re
@@ -54,7 +52,7 @@ def fields() -> dict[str, set[str]]:
     def add_part(path: str, part: object) -> None:
         if isinstance(part, dict) and "_target_" in part and dataclasses.is_dataclass(kind := part_class(part)):
             add(path)
-            hints, text = typing.get_type_hints(kind), inspect.getsource(inspect.getmodule(kind))  # type: ignore[arg-type]
+            hints, text = typing.get_type_hints(kind), inspect.getsource(inspect.getmodule(kind))
             for field in dataclasses.fields(kind):
                 add(f"{path}.{field.name}", text, hints[field.name])
 
@@ -64,7 +62,7 @@ def fields() -> dict[str, set[str]]:
             add(f"{path}.{field.name}", text, hints[field.name])
     outer = ""
     for line in read(CONF / "config.yaml").splitlines():
-        indent, key, rest = re.match(r"( *)(\w*):?(.*)", line).groups()  # type: ignore[union-attr]
+        indent, key, rest = re.match(r"( *)(\w*):?(.*)", line).groups()
         outer = outer if indent else key
         add(f"{outer}.{key}" if indent else key, " ".join(re.findall(r"[;,#]\s*(\w+)", rest)))
     for file in (CONF / "logger").glob("*.yaml"):

@@ -1,7 +1,5 @@
 """The numbers of pages about results are in the CSV files of the folders that the pages name."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Quotations and citations of the five papers are in their texts, ../shared/papers; skipped where these are absent."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import typing

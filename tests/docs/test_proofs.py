@@ -1,7 +1,5 @@
 """Numbers and refusals in the text of pages are proved by a file that the paragraph names, or by proofs.yaml."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import cache

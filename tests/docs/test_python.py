@@ -1,7 +1,5 @@
 """The blocks of docs/python.md run, one after the other, as a reader would run them."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

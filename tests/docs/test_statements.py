@@ -1,7 +1,5 @@
 """What pages say about behaviour, counts and places: the sentence is there, and so is what proves it."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import json

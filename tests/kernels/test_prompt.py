@@ -10,12 +10,7 @@ from parameters import few_fast
 from torch.nn import functional as F
 
 from kvbench.kernels import prompt
-from kvbench.kernels.prompt import (
-    block_mask,
-    flex_prompt_attention,
-    prompt_attention,
-    prompt_attention_ref,
-)
+from kvbench.kernels.prompt import block_mask, flex_prompt_attention, prompt_attention, prompt_attention_ref
 from kvbench.kernels.references import Attention, visible
 
 CHOSEN = (

@@ -133,13 +133,13 @@ def test_cuda_equals_the_reference_in_bfloat16(dim: int) -> None:
     call = Case(batch=2, heads=2, group=4, new=700, slots=900, dim=dim, dtype=torch.bfloat16, empty=20).draw(dim)
     there = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.items()}
     rows = rows_of(call)
-    torch.testing.assert_close(column_sums(**there).cpu(), rows.sum(-2), rtol=1e-3, atol=1e-3)  # type: ignore[arg-type]
+    torch.testing.assert_close(column_sums(**there).cpu(), rows.sum(-2), rtol=1e-3, atol=1e-3)
     mean = rows.mean(2)
-    moments = attention_moments(**there)  # type: ignore[arg-type]
+    moments = attention_moments(**there)
     torch.testing.assert_close(moments.sums.cpu(), mean.sum(-2), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(moments.squares.cpu(), mean.square().sum(-2), rtol=1e-3, atol=1e-3)
-    newest = {**there, **{name: there[name][..., -32:, :] for name in ("queries",)}}  # type: ignore[index]
-    newest["query_positions"] = there["query_positions"][:, -32:]  # type: ignore[index]
-    found = window_statistics(**newest)  # type: ignore[arg-type]
+    newest = {**there, **{name: there[name][..., -32:, :] for name in ("queries",)}}
+    newest["query_positions"] = there["query_positions"][:, -32:]
+    found = window_statistics(**newest)
     torch.testing.assert_close(found.sums.cpu(), rows[..., -32:, :].sum(-2), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(found.variances.cpu(), variance(rows[..., -32:, :]), rtol=1e-2, atol=1e-7)

@@ -34,17 +34,17 @@ def case(seed: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, to
 
 def kept(seed: int, device: str = "cpu") -> torch.Tensor:
     *keys, _ = case(seed)
-    return kept_slots(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in keys)).cpu()  # type: ignore[arg-type]
+    return kept_slots(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in keys)).cpu()
 
 
 def by_sorting(seed: int) -> torch.Tensor:
     *keys, in_order = case(seed)
     with patch.object(ranking, "use_triton", lambda x: False):
-        return ranking.select(*keys, in_order, in_order)  # type: ignore[arg-type]
+        return ranking.select(*keys, in_order, in_order)
 
 
 def test_interpreted_selection_equals_sorting(interpret: Interpreter) -> None:
-    for seed in range(6):
+    for seed in range(4):
         assert torch.equal(interpret(kept, seed=seed), by_sorting(seed)), seed
 
 

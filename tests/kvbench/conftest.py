@@ -1,5 +1,6 @@
 """A tiny random model with a byte tokenizer, on disk as any other: the whole harness runs on it in milliseconds."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvbench.cli import main
 
 MAX_POSITIONS = 1024
 
@@ -46,3 +49,20 @@ def save_tiny_model(folder: Path) -> Path:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny model."""
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Run command lines on the tiny model in this process, in an empty folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        words = [str(argument) for argument in arguments]
+        flags = [word for word in words if word == "-m"]  # first: argparse finds no overrides on both sides of one
+        code = main([*flags, f"model={tiny_model}", *words[len(flags) :]])
+        return (code, *capsys.readouterr())
+
+    return run

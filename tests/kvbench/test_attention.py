@@ -144,9 +144,6 @@ def test_another_attention_cannot_read_the_cache() -> None:
         running(torch.tensor([prompt(5)]), past_key_values=held)
 
 
-# the mask function
-
-
 KEPT, PROMPT = 36, 40
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": torch.ones(1, PROMPT)}, "attention_mask has 40 columns, but the cache has seen 40 tokens"),
@@ -207,11 +204,3 @@ def test_attention_weights_are_refused() -> None:
     held = KVCache(model().config, make_policy("full"))
     with pytest.raises(ValueError, match="output_attentions=True is not supported"):
         model().generate(torch.tensor([prompt(5)]), past_key_values=held, max_new_tokens=2, output_attentions=True)
-
-
-def test_padding_inside_a_call_is_never_stored() -> None:
-    held = KVCache(model().config, make_policy("full"))
-    ids, mask = torch.tensor([[0, 0, *prompt(5)]]), torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
-    model()(ids, attention_mask=mask, past_key_values=held, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
-    for layer in held.layers:
-        assert layer.positions.tolist() == [[list(range(5))] * 2]

@@ -134,7 +134,5 @@ def test_a_store_of_codes_and_an_allocator_that_measures_refuse_what_they_cannot
     class Windowed(Merger):
         needs = Needs(window=4)
 
-    with pytest.raises(
-        ValueError, match="reads the prompt's newest queries, which are released before its allocator has"
-    ):
+    with pytest.raises(ValueError, match="reads the prompt's newest queries, which are released before its allocator"):
         replace(make_policy("cake", 40, window=4), merger=Windowed())

@@ -1,7 +1,5 @@
 """No mask and no logits of all queries by all slots: a prefill's memory grows with the prompt, not with its square."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kv_models import tiny

@@ -1,7 +1,5 @@
 """Attention sinks (gpt-oss): they take probability in every route of attention and in every row a policy reads."""
 
-from __future__ import annotations
-
 import torch
 from kv_models import SLIDING, small
 from kv_runs import assert_full_is_eager

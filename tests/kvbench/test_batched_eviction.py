@@ -121,7 +121,6 @@ def test_several_layers_are_observed_as_one_with_all_their_sequences() -> None:
     assert seen.queries[:, 0, 0, 0].tolist() == [0.25, 0.25, 1.25, 1.25]
     assert (seen.keys[:2, :, 5:].tolist(), seen.keys.shape) == ([[[[0.0] * 3] * 2] * 2] * 2, (4, 2, 7, 3))
     assert seen.positions[:, 1].tolist() == [[0, 1, 2, 3, 4, -1, -1]] * 2 + [[1, 2, 3, 4, 5, 6, 7]] * 2
-    assert seen.params.sinks is not None
     assert seen.params.sinks[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]  # a row for each sequence
     assert (seen.slots.whole, seen.slots.packed, seen.sequences.last, seen.params.scaling) == (False, False, 9, 0.5)
     assert (seen.sequences.opens, seen.sequences.budgets) == ((False, True, False, True), (5, 6, 7, 8))
@@ -136,11 +135,9 @@ def test_the_newest_queries_come_in_order() -> None:
     for columns in ([0, 1], [2], [3], [4]):
         positions = torch.tensor([columns])
         found = recent.add(positions[:, None, :, None].float().expand(-1, 2, -1, 4), positions)
-    assert found is not None
     assert found[1].tolist() == [[2, 3, 4]]
     assert found[0][:, 1, :, 3].tolist() == [[2, 3, 4]]
     recent.limit(1)
-    assert recent.held is not None
     assert recent.held[1].tolist() == [[4]]
 
 

@@ -1,7 +1,5 @@
 """A score that is no number ends its own example, in a sentence that names policy and layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

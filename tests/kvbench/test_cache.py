@@ -140,12 +140,6 @@ def positions_behind(layer: KVLayer) -> Tensor:
     return max(found, key=torch.Tensor.numel)
 
 
-# what a cache shows
-
-
-# between calls and inside them
-
-
 @pytest.mark.parametrize("calls", [[37], [20, 17], [37, 1, 1]])
 def test_every_layer_counts_what_was_seen_before_the_call_until_the_call_is_over(calls: list[int]) -> None:
     """As a model's attention asks for it, before it hands its keys over (Llama4's temperature tuning)."""
@@ -179,7 +173,5 @@ def test_generate_stops_where_a_layer_holds_more_than_was_promised(slug: str) ->
     """`model.generate` never calls `audit`: each call's end looks at the counts of every layer."""
     broken = replace(policy(slug, decode="grow"), allocator=Generous())
     held = KVCache(model().config, broken)
-    with pytest.raises(
-        BudgetError, match=r"layer 0 holds 17 .* promised at most 16 there|holds 34 tokens .* at most 32"
-    ):
+    with pytest.raises(BudgetError, match=r"layer 0 holds 17 .* at most 16 there|holds 34 tokens .* at most 32"):
         model().generate(torch.tensor([prompt(37)]), past_key_values=held, max_new_tokens=4, do_sample=False)

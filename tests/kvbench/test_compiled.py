@@ -29,7 +29,7 @@ def test_compiled_layers_change_no_token_and_are_compiled_only_inside() -> None:
         return graph.forward
 
     expected = tokens(model, "caote_snapkv")
-    with compiled_layers(model, True, backend):  # type: ignore[arg-type]
+    with compiled_layers(model, True, backend):
         assert len(graphs) >= len(decoder_layers(model)), "every layer was compiled by the trial"
         assert tokens(model, "caote_snapkv") == expected
     count = len(graphs)
@@ -47,7 +47,7 @@ def test_a_model_that_cannot_be_compiled_is_refused_with_one_message() -> None:
         pytest.raises(
             UsageError, match=r"^engine.compile=true: LlamaForCausalLM cannot be compiled \(.*use engine.comp"
         ),
-        compiled_layers(model, True, backend),  # type: ignore[arg-type]
+        compiled_layers(model, True, backend),
     ):
         pass
     model.model.layers = nn.Sequential(*model.model.layers)

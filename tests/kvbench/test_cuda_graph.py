@@ -3,8 +3,6 @@
 Steps are recorded as CUDA graphs where there is a GPU, and by `op_tape` elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from random import Random
 from typing import Any

@@ -17,7 +17,6 @@ def curve(sizes: list[float], scores: list[float], resamples: int = 4) -> Curve:
 def test_a_difference_is_taken_at_the_size_of_the_policy_and_never_beyond_the_curve() -> None:
     rival = curve([0.1, 0.3, 0.5], [0.2, 0.6, 0.7])
     found = difference_at(curve([0.2], [0.5]), rival)
-    assert found is not None
     assert found.mean == pytest.approx(0.5 - 0.4)  # halfway between .2 and .6
     assert difference_at(curve([0.05], [0.5]), rival) is None
     assert difference_at(curve([0.51], [0.5]), rival) is None
@@ -28,19 +27,16 @@ def test_a_resample_moves_size_and_score_together() -> None:
     drawn = np.asarray([[0.1], [0.2], [0.3]]), np.asarray([[0.0], [0.5], [1.0]])
     point = Curve(np.asarray([0.2]), np.asarray([0.5]), drawn, n=20)
     found = difference_at(point, curve([0.1, 0.3], [0.0, 1.0], resamples=3))
-    assert found is not None
     assert (found.low, found.high) == pytest.approx((0, 0))
 
 
 def test_the_smallest_size_is_the_crossing_of_the_line() -> None:
     full = curve([1.0], [1.0])
     found = smallest_size(curve([0.2, 0.4, 0.8], [0.5, 0.8, 1.0]), full)
-    assert found is not None
     assert found[0] == pytest.approx(0.6)  # .9 is halfway between .8 and 1.0
     assert found[1].low == found[1].high == pytest.approx(0.6)
     assert smallest_size(curve([0.2, 0.4], [0.5, 0.89]), full) is None
     first = smallest_size(curve([0.2, 0.4], [0.95, 0.99]), full)
-    assert first is not None
     assert first[0] == 0.2
 
 
@@ -65,7 +61,6 @@ def test_the_tables_of_runs() -> None:
     assert [*smallest["policy"]] == ["knorm"]
     sample = rows[0].samples[0]
     entries, size = footprint(sample), footprint_bytes(sample)
-    assert entries is not None
     assert size == pytest.approx(entries, rel=0.1)  # float32 keys and values of one size, with positions on both sides
     with pytest.raises(UsageError, match="sets its size itself"):
         at_size_table([row for row in rows if row.budget is not None])

@@ -1,7 +1,5 @@
 """Decoding that evicts every k tokens, and prompts that stay: against lists by hand and lone runs."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 
@@ -129,7 +127,7 @@ def test_wrong_schedules_are_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="every must be a whole number of at least 1, got 0"):
         Prompt(every=0)
     with pytest.raises(ValueError, match="protect must be none, prompt or span, got 'all'"):
-        Prompt(protect="all")  # type: ignore[arg-type]
+        Prompt(protect="all")
     full = torch.tensor([prompt(BUDGET)])
     with pytest.raises(ValueError, match="protect=prompt keeps all 40 tokens of the prompt and at least one generated"):
         generate_tokens(prepare(tiny()), full, policy("knorm", protect="prompt", every=1), max_new_tokens=2)

@@ -1,7 +1,5 @@
 """Decoding of all dense sequences at once, as on a GPU, equals decoding group by group."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch

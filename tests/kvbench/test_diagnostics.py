@@ -22,7 +22,7 @@ def model() -> PreTrainedModel:
 
 def probe(model: PreTrainedModel, slug: str, budget: int, **fields: object) -> Probe:
     ids = torch.randint(1, 301, (1, 90), generator=torch.Generator().manual_seed(1))
-    return Probe(model, ids, make_policy(slug, budget, **fields), slug, new_tokens=4)  # type: ignore[arg-type]
+    return Probe(model, ids, make_policy(slug, budget, **fields), slug, new_tokens=4)
 
 
 def test_a_policy_that_needs_the_question_receives_it(model: PreTrainedModel) -> None:
@@ -44,7 +44,7 @@ def test_output_error_is_nothing_where_nothing_is_evicted_and_local_in_layer_0_e
 
 @pytest.mark.parametrize("module", [coverage, output_error])
 def test_every_diagnostic_draws(model: PreTrainedModel, module: object) -> None:
-    table = pd.DataFrame(module.measure(probe(model, "snapkv", 40)))  # type: ignore[attr-defined]
+    table = pd.DataFrame(module.measure(probe(model, "snapkv", 40)))
     figure = Figure()
-    module.draw(table.assign(policy="snapkv", example=0), figure)  # type: ignore[attr-defined]
+    module.draw(table.assign(policy="snapkv", example=0), figure)
     assert figure.axes

@@ -3,24 +3,18 @@
 import numpy as np
 import pytest
 import torch
-from kv_models import prompt, tiny
+from kv_models import prompt
 from transformers import PreTrainedModel
 
 from kvbench import make_policy
-from kvbench.cache.hook import prepare
 from kvbench.policies.observation import AttentionParams, Observation
 from kvbench.policies.stores.ott import Ott
 from kvbench.tools.diagnostics import exact_tokens
 from kvbench.tools.diagnostics.probe import Probe
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return prepare(tiny("llama"))
-
-
 def probe(model: PreTrainedModel, slug: str, **fields: object) -> Probe:
-    return Probe(model, torch.tensor([prompt(96)]), make_policy(slug, **fields), slug)  # type: ignore[arg-type]
+    return Probe(model, torch.tensor([prompt(96)]), make_policy(slug, **fields), slug)
 
 
 def test_errors_are_those_of_the_formula(model: PreTrainedModel) -> None:

@@ -1,7 +1,5 @@
 """Many cells at once: what a sweep writes is what each of its runs writes alone, in step, whatever happens to one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_cells import lines, results
+from small_cells import cells_of, lines, results
 from torch import Tensor
 
 from kvbench.engine import batch as rows
@@ -29,7 +27,6 @@ from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.tools.diagnose import runs_of
 
-SMALL = ("task=niah", "task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=2", "task.max_new_tokens=6")
 Build = Callable[..., list[Run]]
 
 
@@ -37,12 +34,8 @@ Build = Callable[..., list[Run]]
 def cells(tiny_model: Path, tmp_path: Path) -> Build:
     """Cells of some policies on the tiny model, in a folder of their own."""
 
-    def build(policies: str, *fields: str, out: str = "runs", rows: int | None = None, limit: int = 4) -> list[Run]:
-        given = [f"model={tiny_model}", f"policy={policies}", f"out={tmp_path / out}", f"limit={limit}", *SMALL]
-        built = runs_of(
-            [*given, *("budget=40", "device=cpu", f"engine.rows={'null' if rows is None else rows}"), *fields]
-        )
-        return list(built)
+    def build(policies: str, *fields: str, out: str = "runs", limit: int = 4, **how: Any) -> list[Run]:
+        return cells_of(tiny_model, tmp_path / out, policies, f"limit={limit}", *fields, **how)
 
     return build
 

@@ -1,7 +1,5 @@
 """Escapes in double quotes on the command line mean what they mean in YAML."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -67,9 +67,7 @@ def test_without_a_length_a_long_first_call_is_taken_in_in_blocks(budget: float)
 def test_a_prompt_in_chunks_of_unknown_length_is_refused(slug: str) -> None:
     window: dict[str, Any] = {"window": 6} if slug == "snapkv" else {}
     policy = make_policy(slug, 16, **window)
-    with pytest.raises(
-        ValueError, match=r"brings 8 tokens .* ends after token 8 .*pass KVCache\(\.\.\., prompt_length="
-    ):
+    with pytest.raises(ValueError, match=r"brings 8 tokens .* ends after token 8 .*pass KVCache"):
         run_generate(model_of("llama"), [prompt(30)], policy, NEW, chunk=8)
     told = run_generate(model_of("llama"), [prompt(30)], policy, NEW, chunk=8, tell_length=True)
     assert told.tokens == run_generate(model_of("llama"), [prompt(30)], policy, NEW).tokens

@@ -1,7 +1,5 @@
 """Decoding steps at a budget without a moment in which a GPU's host waits, for every policy with dense stores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

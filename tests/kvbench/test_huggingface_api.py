@@ -12,11 +12,6 @@ from kvbench.cache.hook import prepare
 from kvbench.models.given import borrowed
 
 
-@pytest.fixture
-def model() -> Any:
-    return prepare(tiny())
-
-
 def full(model: Any, **kwargs: Any) -> KVCache:
     return KVCache(model.config, make_policy("full"), **kwargs)
 

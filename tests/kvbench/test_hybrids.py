@@ -1,7 +1,5 @@
 """Hybrids: attention layers are under the policy, the states of recurrent layers go along with their sequences."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -117,10 +115,7 @@ def test_padding_after_tokens_is_refused_which_states_would_take_in() -> None:
     places = 20 + real.cumsum(1) - 1  # behind the columns of the first call, without the new padding
     with pytest.raises(ValueError, match=r"^sequence 0 is padded after the 20 tokens it has seen, .* or one by one$"):
         running(
-            input_ids=later,
-            attention_mask=torch.cat([mask, real], dim=1),
-            position_ids=places,
-            past_key_values=held,
+            input_ids=later, attention_mask=torch.cat([mask, real], dim=1), position_ids=places, past_key_values=held
         )
 
 

@@ -198,7 +198,7 @@ def test_a_sweeper_gets_the_score_of_every_job(tiny_model: Path, monkeypatch: py
     launch = KvbenchLauncher.launch
 
     def spied(self: KvbenchLauncher, *arguments: object, **named: object) -> object:
-        returns = launch(self, *arguments, **named)  # type: ignore[arg-type]
+        returns = launch(self, *arguments, **named)
         got.extend(one.return_value for one in returns)
         return returns
 
@@ -278,7 +278,7 @@ def test_wrappers_accept_policies_that_leave_parts_out(folder: Path) -> None:
     policy = "_target_: kvbench.policies.policy.Policy\nscorer: {_target_: kvbench.policies.scorers.knorm.KNorm}\n"
     (folder / "policy" / "plain.yaml").write_text(policy)
     made = kvbench.make_policy("ada_plain", 64, config_dir=folder)
-    assert type(made.allocator.base).__name__ == "Uniform"  # type: ignore[attr-defined]
+    assert type(made.allocator.base).__name__ == "Uniform"
 
 
 def test_a_model_file_may_have_a_path_alone(tiny_model: Path, folder: Path) -> None:

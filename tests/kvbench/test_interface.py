@@ -41,11 +41,7 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
         (MiniMaxConfig, {}, "^MiniMaxForCausalLM stores the states of its recurrent layers"),
         (RwkvConfig, {}, "^RwkvForCausalLM stores the states of its recurrent layers"),
         (MambaConfig, {}, "^no layer of MambaForCausalLM stores its own keys and values"),
-        (
-            DeepseekV32Config,
-            {"n_routed_experts": 8},
-            "^DeepseekV32ForCausalLM has layers of type [a-z_]*; supported",
-        ),
+        (DeepseekV32Config, {"n_routed_experts": 8}, "^DeepseekV32ForCausalLM has layers of type [a-z_]*; supported"),
         (DiffLlamaConfig, {}, "uses keys or values of its cache outside attention .it calls 'chunk'"),
         (Llama4TextConfig, {}, "has layers of type chunked_attention; supported are full_attention"),
         (BltConfig, None, "^BltForCausalLM has several stacks of layers"),

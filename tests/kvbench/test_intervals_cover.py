@@ -7,13 +7,15 @@ import pytest
 
 from kvbench.results import statistics as stats
 from kvbench.results.statistics import (
+    Difference,
     Interval,
     mean_interval,
+    paired_difference,
     stratified_interval,
     weighted_interval,
 )
 
-Draw = Callable[[np.random.Generator, int], Interval]
+Draw = Callable[[np.random.Generator, int], Interval | Difference]
 LOW, HIGH = 0.905, 0.995
 
 
@@ -53,10 +55,25 @@ def stratified(rng: np.random.Generator, n: int) -> Interval:
     return stratified_interval([scores.tolist() for scores in suite(rng, n)])
 
 
+def pairs(rng: np.random.Generator, n: int) -> Difference:
+    """Both right 70%, only the second 15%, only the first 5%: a difference of 0.1."""
+    kind = rng.uniform(size=n)
+    first, second = (kind < 0.7) | (kind >= 0.95), kind < 0.85
+    return paired_difference(first.astype(float).tolist(), second.astype(float).tolist())
+
+
+def graded_pairs(rng: np.random.Generator, n: int) -> Difference:
+    first = rng.beta(2, 2, size=n)
+    second = np.clip(first + rng.normal(0, 0.1, size=n), 0, 1)
+    return paired_difference(first.tolist(), second.tolist(), seed=int(rng.integers(2**31)))
+
+
 CASES: dict[str, tuple[Draw, float]] = {
     "graded": (graded, 0.25),
     "answers": (answers, 0.425),
     "clustered": (clustered, 0.5),
+    "pairs": (pairs, 0.1),
+    "graded pairs": (graded_pairs, 0.0),
     "stratified": (stratified, (0.99 + 0.9 + 0.7 + 0.5 + 0.25 + 0.8 + 0.425 + 0.335) / 8),
 }
 
@@ -68,7 +85,7 @@ def coverage(name: str, n: int, times: int) -> float:
     return float(np.mean([interval.low <= truth <= interval.high for interval in got]))
 
 
-@pytest.mark.parametrize(("name", "n"), [("graded", 50), *((name, 20) for name in CASES)])
+@pytest.mark.parametrize(("name", "n"), [("graded", 50), ("pairs", 50), *((name, 20) for name in CASES)])
 def test_intervals_cover_roughly_19_in_20(name: str, n: int) -> None:
     assert LOW <= coverage(name, n, 250) <= HIGH  # the spread of 250 draws is 1.4%
 

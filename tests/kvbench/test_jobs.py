@@ -1,16 +1,16 @@
 """Sweeps in jobs: on this machine and on SLURM, killed, preempted and resumed, no example is lost or computed twice."""
 
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_cells import samples, until
 
 from kvbench.results.definition import Entry
 from kvbench.sweep import main as sweep
@@ -24,23 +24,6 @@ SIX_RUNS = 5  # full ignores the budget
 def start(folder: Path, model: Path, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "kvbench", "-m", f"model={model}", *SIX, *words]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def samples(out: Path) -> dict[str, list[dict[str, object]]]:
-    """The samples of all runs without what differs from one computation to the next."""
-    found = {}
-    for path in sorted(out.glob("*/samples.jsonl")):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        own = ("seconds", "rows_in_flight", "shared_prefill")
-        found[path.parent.name] = [{k: v for k, v in row.items() if not any(o in k for o in own)} for row in rows]
-    return found
-
-
-def until(condition: Callable[[], object], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.2)
 
 
 def test_runs_that_share_prefills_are_in_one_job() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from kv_hybrids import tiny_hybrid
-from kv_models import prompt, tiny
+from kv_models import prompt
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -47,11 +47,6 @@ def policy(name: str, budget: float | None = None) -> KVPress:
     found = make_policy("kvpress", budget, press=made(name))
     assert isinstance(found, KVPress)
     return found
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return prepare(tiny(kv_heads=2))
 
 
 def by_hand(
@@ -104,7 +99,7 @@ def test_a_budget_in_tokens_is_kept_to_the_token_beside_what_was_generated(
     got = generate_tokens(model, ids_of(61), policy("KnormPress", budget), max_new_tokens=NEW)
     kept = budget if isinstance(budget, int) else 18  # 0.3 of 61 tokens
     assert got.cache.kept_tokens().unique().tolist() == [kept + NEW - 1]
-    assert got.cache.held_nbytes == 2 * sum(layer.keys.nbytes for layer in got.cache.layers)  # type: ignore[union-attr]
+    assert got.cache.held_nbytes == 2 * sum(layer.keys.nbytes for layer in got.cache.layers)
     assert got.cache.peak_nbytes > got.cache.held_nbytes
 
 
@@ -164,9 +159,7 @@ def test_decoding_presses_that_keep_no_promise_are_refused(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     masking = kvpress.DecodingPress(kvpress.AdaKVPress(kvpress.KnormPress()))
-    with pytest.raises(
-        ConfigError, match=r"press.base_press=AdaKVPress masks keys, and DecodingPress shows keys again"
-    ):
+    with pytest.raises(ConfigError, match=r"press.base_press=AdaKVPress masks keys, and DecodingPress shows keys"):
         make_policy("kvpress", 48, press=masking)
     assert make_policy("kvpress", press=kvpress.DecodingPress(kvpress.KnormPress(), target_size=33)).budget == 33
     broken = kvpress.DecodingPress(kvpress.KnormPress(), **DECODING)
@@ -211,17 +204,13 @@ def test_the_model_is_ours_again_afterwards(model: PreTrainedModel) -> None:
 
 
 def test_unsupported_uses_of_a_press_are_refused_with_one_message(model: PreTrainedModel) -> None:
-    with pytest.raises(
-        ValueError, match="kvpress compresses transformers' own cache, not ours, so it can only generate"
-    ):
+    with pytest.raises(ValueError, match="kvpress compresses transformers' own cache, not ours, so it can only"):
         KVCache(model.config, policy("KnormPress", 20))
     with pytest.raises(ConfigError, match="a press compresses the whole prompt once, then the cache grows"):
         make_policy("kvpress", 20, press="KnormPress", schedule="blocks")
     with pytest.raises(ConfigError, match=r"press=KnormPres is not in kvpress .* which has KnormPress"):
         make_policy("kvpress", 20, press="KnormPres")
-    with pytest.raises(
-        ConfigError, match="press=null must name a press of kvpress, such as policy=kvpress/SnapKVPress"
-    ):
+    with pytest.raises(ConfigError, match="press=null must name a press of kvpress, such as policy=kvpress/"):
         make_policy("kvpress", 20)
     with pytest.raises(UsageError, match=r"SnapKVPress of kvpress cannot compress this prompt: .*window"):
         generate_tokens(model, ids_of(20), make_policy("kvpress", 8, press="SnapKVPress"), max_new_tokens=1)

@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pytest
 import torch
-from kv_models import left_padded, prompt, tiny
+from kv_models import left_padded, prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache
 from kvbench.cache.copies import fork, together
-from kvbench.cache.hook import prepare
 from kvbench.engine.logits import next_logits
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
@@ -40,11 +38,6 @@ class Remembers(Scorer):
 
 
 POLICY = Policy(scorer=Remembers(), budget=20)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return prepare(tiny())
 
 
 @torch.inference_mode()

@@ -1,7 +1,5 @@
 """lm-eval's tasks under our policies: equal to lm-eval's own `hf` with the full cache, and what we add to them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -133,8 +131,7 @@ def test_likelihoods_and_metrics_are_those_of_lm_eval_s_hf(bench: Bench, task: s
 def test_fewshot_seed_draws_other_examples(data: dict[str, Path]) -> None:
     own = {"name": "x", "task": "gsm8k", "data_dir": str(data["gsm8k"]), "num_fewshot": 3}
     first, again, other = (
-        next(iter(LmEval(**own, **seed).examples(None, 0))).prompt  # type: ignore[arg-type]
-        for seed in ({}, {}, {"fewshot_seed": 7})
+        next(iter(LmEval(**own, **seed).examples(None, 0))).prompt for seed in ({}, {}, {"fewshot_seed": 7})
     )
     assert first == again != other
 
@@ -268,7 +265,7 @@ def test_human_eval_counts_passing_programs_if_execution_is_allowed(
 
     monkeypatch.setattr("evaluate.load", lambda name: Metric())
     task = LmEval(name="x", task="humaneval", data_dir=str(bench.data["humaneval"]), allow_code_execution=True)
-    first, second = task.examples(None, 0)  # type: ignore[arg-type]
+    first, second = task.examples(None, 0)
     assert first.prompt == made.humaneval()[0]["prompt"]
     assert task.judge("    return a + b + 0\n", first) == (1.0, {"pass@1,create_test": 1.0})
     assert task.judge("    return a + b + 0\n", second) == (0.0, {"pass@1,create_test": 0.0})

@@ -1,7 +1,5 @@
 """lm-eval's own command line with our model in it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_cells import until
 
 from kvbench.errors import UsageError
 from kvbench.results.files import is_held
@@ -26,13 +27,6 @@ def start(folder: Path, model: Path, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "kvbench", "-m", f"model={model}", *TWO, *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=pipe, text=True)
-
-
-def until(condition: Callable[[], object], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def written(out: Path) -> int:

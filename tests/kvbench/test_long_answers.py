@@ -1,7 +1,5 @@
 """Long answers: what is dictated is decoded and not counted, thinking is not scored, what was cut off is told."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -29,11 +27,7 @@ def test_dictated_tokens_are_evicted_while_decoding_and_not_counted(tiny_model: 
     given += ["task.dictate_after=40", "task.max_new_tokens=6", "policy=full,streamingllm", "budget=32"]
     together, alone, whole = (
         list(runs_of([*given, "decode=evict", "every=8", f"out={tmp_path / out}", *fields]))
-        for out, fields in (
-            ("together", ()),
-            ("alone", ("engine.rows=1",)),
-            ("whole", ("task.dictate_after=null",)),
-        )
+        for out, fields in (("together", ()), ("alone", ("engine.rows=1",)), ("whole", ("task.dictate_after=null",)))
     )
     assert not any(compute_runs([*together, *alone, *whole]))
     assert [results(cell) for cell in together] == [results(cell) for cell in alone]

@@ -1,7 +1,5 @@
 """How many rows enter beside those in flight, worked by hand on devices of a few kilobytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def spec(folder: Path, **fields: object) -> ModelSpec:
-    return ModelSpec(name="tiny", path=str(folder), **fields)  # type: ignore[arg-type]
+    return ModelSpec(name="tiny", path=str(folder), **fields)
 
 
 def small_model(family: str) -> PreTrainedModel:
@@ -174,9 +174,7 @@ def test_a_hub_model_that_cannot_be_downloaded_names_the_remedy(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        UsageError, match=r"owner/absent is not in the .* cache .*`hf download owner/absent`.*model\.path"
-    ):
+    with pytest.raises(UsageError, match=r"owner/absent is not in the .* cache .*`hf download owner/absent`"):
         locate(ModelSpec(name="absent", hub_id="owner/absent"))
 
 

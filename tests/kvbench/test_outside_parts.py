@@ -3,8 +3,6 @@
 What these commands need to know of a part the part says itself: no file of kvbench names one of `outside_parts`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from kv_models import CodePoints, prompt, tiny
+from kv_models import CodePoints, prompt
 from kv_runs import assert_alone, finish
 from small_cells import small_cell
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.generate import generate_tokens
@@ -20,11 +19,6 @@ from kvbench.results.result import read_result
 LENGTH, BUDGET, NEW = 60, 20, 3
 IDS = torch.tensor([prompt(LENGTH)])
 WORDS = CodePoints()
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return prepare(tiny())
 
 
 def test_budgets_share_one_pre_pass_and_keep_equal_tokens_alone(model: PreTrainedModel) -> None:

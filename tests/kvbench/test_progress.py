@@ -86,9 +86,7 @@ def test_without_a_length_blocks_are_cut_inside_the_first_call() -> None:
 
 
 def test_a_call_beyond_a_known_prompt_is_refused_before_anything_was_decoded() -> None:
-    with pytest.raises(
-        ValueError, match=r"brings 5 tokens of sequence 0, but its prompt ends after token 3:.*next_prompt"
-    ):
+    with pytest.raises(ValueError, match=r"brings 5 tokens of sequence 0, but its prompt ends after token 3:.*next"):
         sequence(length=3).begin_call(5, 5)
 
 
@@ -115,4 +113,4 @@ def test_a_prompt_is_opened_once_the_last_one_is_in() -> None:
     model(ids[:, 2:], past_key_values=cache)
     for wrong in (0, True, 2.5, [2, 3]):
         with pytest.raises(ValueError, match="prompt"):
-            cache.next_prompt(wrong)  # type: ignore[arg-type]
+            cache.next_prompt(wrong)

@@ -146,7 +146,6 @@ def test_an_answer_ends_before_the_first_stop_string(tokenizer: PreTrainedTokeni
 
 def test_generation_stops_once_the_text_holds_a_stop_string(tokenizer: PreTrainedTokenizerBase) -> None:
     stopped = Ending(tokenizer, ("END",)).test
-    assert stopped is not None
     tokens = tokenizer.encode("an END", add_special_tokens=False)
     assert [stopped(tokens[:n]) for n in range(1, len(tokens) + 1)] == [False] * 5 + [True]
     assert Ending(tokenizer).test is None
@@ -197,7 +196,6 @@ def apart(tokenizer: PreTrainedTokenizerBase, context: str, question: str) -> tu
     made = PromptMaker(tokenizer, task, 300, compress="context").make(given)
     assert made.ids.tolist() == PromptMaker(tokenizer, task, 300).make(given).ids.tolist()  # no token is another one
     ids, n = made.ids.tolist(), made.context_tokens
-    assert n is not None
     told = PromptMaker(tokenizer, task, 300, needs_question=True).make(
         given
     )  # the question's place in a prompt compressed whole
@@ -229,9 +227,7 @@ def test_the_middle_is_cut_out_of_the_context(tokenizer: PreTrainedTokenizerBase
     maker = PromptMaker(tokenizer, Given(truncation="middle"), 300, 20, compress="context")
     made = maker.make(replace(example("start" + "." * 60 + "Who?"), question="Who?"))
     assert str(tokenizer.decode(made.ids[: made.context_tokens].tolist())) == "<s>start...." + "......"
-    with pytest.raises(
-        UsageError, match=r"the beginning of the question of example 0 is unknown \(it was cut to fit\)"
-    ):
+    with pytest.raises(UsageError, match=r"the beginning of the question of example 0 is unknown \(it was cut"):
         maker.make(replace(example("start" + "." * 60 + "Who was that?"), question="Who was that?"))
 
 

@@ -1,36 +1,23 @@
 """Tasks whose tokens are given, from the command line to the samples, on the tiny model and on real texts."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from small_cells import only
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvbench.cli import main
-
-SECONDS = {"prefill_seconds", "decode_seconds"}
 READ = ("task=perplexity", "task.data_dir=texts", "task.length=200")
 Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def command(
-    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Command:
-    """Run a command line on the tiny model in an empty folder that has the folder `texts`: code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
+def command(here: Command) -> Command:
+    """Run a command line on the tiny model in a folder that has the folder `texts`."""
     for name, length in (("a", 180), ("b", 90), ("c", 300)):
         write(f"texts/{name}.txt", words(length))
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([f"model={tiny_model}", *map(str, arguments)])
-        return (code, *capsys.readouterr())
-
-    return run
+    return here
 
 
 def write(name: str, text: str) -> None:
@@ -41,13 +28,6 @@ def write(name: str, text: str) -> None:
 def words(length: int) -> str:
     """Text of so many bytes, which are tokens here, without much repetition."""
     return " ".join(f"{n * 7919 % 1000:03d}" for n in range(length))[:length]
-
-
-def lines(out: str = "results/runs") -> list[dict[str, Any]]:
-    """The samples of the only run in `out`, without seconds."""
-    (path,) = Path(out).glob("*/samples.jsonl")
-    read = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [{k: v for k, v in line.items() if k not in SECONDS} for line in read]
 
 
 def plain(folder: Path, text: str, length: int) -> list[float]:
@@ -68,7 +48,7 @@ def test_perplexity_under_full_is_that_of_an_ordinary_forward_pass(command: Comm
     code, out, _ = command("policy=full", *READ)
     assert code == 0
     assert "NLL: nats per token, lower is better" in out
-    for line, name, tokens in zip(lines(), ("a", "b", "c"), (181, 91, 200), strict=True):
+    for line, name, tokens in zip(only(Path("results/runs")), ("a", "b", "c"), (181, 91, 200), strict=True):
         nll = plain(tiny_model, Path(f"texts/{name}.txt").read_text(), 200)
         got = line["likelihood"]
         assert (line["prompt_tokens"], got["tokens"]) == (tokens, tokens - 1)  # BOS included; the longest is cut

@@ -3,8 +3,6 @@
 SmolLM2-135M comes with `make install`. Qwen2.5-Coder-0.5B is read from the GGUF file that QWEN_GGUF names.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Blocks of a prompt that are recorded and replayed equal the blocks themselves, and no block at the budget waits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -79,7 +77,7 @@ def test_replayed_blocks_equal_called_ones(slug: str) -> None:
     assert contents(replayed) == contents(called)
     if DEVICE == "cpu" and slug not in WHOLE_PAGES:
         assert Tape.replays >= 8, "of 14 blocks before the last one"
-    for x, y in zip(called.cache.sequence.layers, replayed.cache.sequence.layers, strict=True):  # type: ignore[union-attr]
+    for x, y in zip(called.cache.sequence.layers, replayed.cache.sequence.layers, strict=True):
         close = 0 if DEVICE == "cpu" else 1e-5  # the blocks of the first call are multiplied together
         torch.testing.assert_close(x.store.keys, y.store.keys, rtol=close, atol=close)
 
@@ -110,9 +108,7 @@ def test_a_block_that_cannot_be_recorded_is_an_error_or_a_warning(
     expected = contents(run([policy_of("snapkv")], False)[0])
     monkeypatch.setattr("op_tape.waits", lambda func, args: func.name().startswith("aten::cat"))
     if strict:
-        with pytest.raises(
-            ValueError, match=r"a block of a prompt on LlamaForCausalLM cannot be recorded .*cuda_graph=fa"
-        ):
+        with pytest.raises(ValueError, match=r"block of a prompt on LlamaForCausalLM cannot be recorded .*cuda_graph"):
             run([policy_of("snapkv")], True)
         return
     monkeypatch.setattr(BlockRecorder.__init__, "__defaults__", (False,))

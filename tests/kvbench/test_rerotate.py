@@ -25,7 +25,6 @@ def compacted(model: PreTrainedModel, kept: Sequence[Sequence[Sequence[int]]]) -
     for layer, heads in enumerate(kept):
         keys, values = full.layers[layer].keys, full.layers[layer].values
         assert keys is not None
-        assert values is not None
         own = [
             torch.stack([rotated(keys[0, h, p], rank - p) for rank, p in enumerate(head)])
             for h, head in enumerate(heads)

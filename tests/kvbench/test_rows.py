@@ -1,7 +1,5 @@
 """Rows: whatever shares its prompt and its steps with others gives what it gives alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -113,7 +111,7 @@ def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
 def test_logits_that_are_no_numbers_end_every_row_that_has_them() -> None:
     model = prepare(tiny("llama"))
     with torch.no_grad():
-        model.lm_head.weight[7] = float("nan")  # type: ignore[union-attr,operator]
+        model.lm_head.weight[7] = float("nan")
     (row,) = DecodeBatch(model).admit(asked(64, 1), [make_policy("full")])
     assert isinstance(row.error, FloatingPointError)
     with pytest.raises(FloatingPointError, match="not numbers"):

@@ -1,7 +1,5 @@
 """What rows hold, by the storages alive: at most the variants' own bytes, one full cache and a fifth of both."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Sequence
 

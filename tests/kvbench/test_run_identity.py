@@ -1,7 +1,5 @@
 """Old rows are not taken for new ones: what an edited scorer, other versions and equal names do to a run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

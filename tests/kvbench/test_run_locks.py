@@ -24,7 +24,6 @@ def test_a_stopped_process_keeps_its_run_and_a_killed_one_leaves_it_free(tmp_pat
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], **pipes) as other:
-        assert other.stdout is not None
         other.stdout.readline()
         os.kill(other.pid, signal.SIGSTOP)
         try:

@@ -81,7 +81,7 @@ def test_an_interrupt_keeps_a_line_that_is_complete(tmp_path: Path, monkeypatch:
         file.append(sample(0))
         stream = file._stream
         if when == "write":  # a signal between the write and the next line of Python
-            file._stream = _Interrupted(stream)  # type: ignore[assignment]
+            file._stream = _Interrupted(stream)
         else:
             monkeypatch.setattr("os.fsync", interrupt)
         with pytest.raises(KeyboardInterrupt):

@@ -1,7 +1,5 @@
 """Sampled answers: what they are drawn from, the same alone and in company, and what is told of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_cells import lines, results
-from transformers import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from small_cells import cells_of, lines, results
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import kvbench
 from kvbench.engine.compute import compute_runs
@@ -27,9 +20,8 @@ from kvbench.results.samples import Sample
 from kvbench.results.summary import outcomes_of
 from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling
-from kvbench.tools.diagnose import runs_of
 
-SMALL = ("task=niah", "task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=2", "task.max_new_tokens=6")
+SAMPLING = ("limit=2", "generation.temperature=1.3", "generation.samples=3")
 Build = Callable[..., list[Run]]
 
 
@@ -37,10 +29,8 @@ Build = Callable[..., list[Run]]
 def cells(tiny_model: Path, tmp_path: Path) -> Build:
     """Cells of the tiny model that sample three answers to each of two prompts."""
 
-    def build(policies: str, *fields: str, out: str = "runs", rows: int | None = None) -> list[Run]:
-        given = [f"model={tiny_model}", f"policy={policies}", f"out={tmp_path / out}", "limit=2", *SMALL]
-        given += ["budget=40", "device=cpu", f"engine.rows={'null' if rows is None else rows}"]
-        return list(runs_of([*given, "generation.temperature=1.3", "generation.samples=3", *fields]))
+    def build(policies: str, *fields: str, out: str = "runs", **how: Any) -> list[Run]:
+        return cells_of(tiny_model, tmp_path / out, policies, *SAMPLING, *fields, **how)
 
     return build
 
@@ -129,7 +119,6 @@ def test_a_score_is_the_mean_over_answers_and_its_interval_is_over_prompts() -> 
     assert by_prompt["pass_at_k"] is None
     right = [answer(s.index, s.sample or 0, 1.0) for s in run]
     difference = paired(outcomes_of(run), outcomes_of(right))
-    assert difference is not None
     assert (difference.difference.n, difference.difference.mean) == (4, pytest.approx(0.5))
 
 

@@ -1,7 +1,5 @@
 """`python -m kvbench.score`: the official scores of recorded predictions, and a sentence for everything else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Questions that share a context, alone after it or as turns of a conversation, against transformers' own cache."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Layers that read what an earlier layer stored: what they read, when it is evicted, and that it is counted once."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

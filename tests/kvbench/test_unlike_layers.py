@@ -1,7 +1,5 @@
 """Layers that differ in their number of KV heads, and in the numbers of a key and of a value: each holds its own."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,7 @@ from kv_models import SLIDING, VOCABULARY, prompt, small
 from kv_oracle import Array, Glance, Head, Rules, SlowSequence
 from kv_runs import assert_full_is_eager, assert_rows_alone, policy_for, run_greedy
 from kv_simulate import attending, generate
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare

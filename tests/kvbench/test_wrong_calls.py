@@ -69,10 +69,10 @@ def converted(cache: KVCache) -> None:
 
 
 CACHES: list[tuple[Callable[..., object], str]] = [
-    (lambda _: KVCache(MODEL, POLICY), "config must be a model's configuration.* got a LlamaForCausalLM"),  # type: ignore[arg-type]
-    (lambda _: KVCache(POLICY, MODEL.config), "config must be a model's configuration.* got a Policy"),  # type: ignore[arg-type]
-    (lambda _: KVCache(MODEL.config, "snapkv"), "policy must be a Policy"),  # type: ignore[arg-type]
-    (lambda _: evaluate(MODEL, "folder", policies="full"), "tokenizer= must be a tokenizer of transformers, got a str"),  # type: ignore[arg-type]
+    (lambda _: KVCache(MODEL, POLICY), "config must be a model's configuration.* got a LlamaForCausalLM"),
+    (lambda _: KVCache(POLICY, MODEL.config), "config must be a model's configuration.* got a Policy"),
+    (lambda _: KVCache(MODEL.config, "snapkv"), "policy must be a Policy"),
+    (lambda _: evaluate(MODEL, "folder", policies="full"), "tokenizer= must be a tokenizer of transformers, got a str"),
     (converted, r"holds numbers in torch.float32, but the model computes in torch.bfloat16"),
     (
         lambda held: MODEL.generate(IDS, past_key_values=held, use_cache=False, max_new_tokens=3),
@@ -101,12 +101,12 @@ def test_a_cache_that_does_not_fit_is_refused(call: Callable[..., object], sente
 
 
 WRONG_CALLS: dict[str, Callable[[], object]] = {
-    "policy must be a name, got null": lambda: make_policy(None, 64),  # type: ignore[arg-type]
+    "policy must be a name, got null": lambda: make_policy(None, 64),
     "config_dir=/nowhere is not a folder": lambda: make_policy("snapkv", 64, config_dir="/nowhere"),
     "config_dir=/none is not a folder": lambda: kvbench.evaluate("pocket", policies="full", config_dir="/none"),
     "config_dir=/no is not a folder": lambda: runs_of([], Path("/no")),
-    "folder must be a folder of runs, got null": lambda: kvbench.load_results(None),  # type: ignore[arg-type]
-    "ask needs a context and questions": lambda: kvbench.ask("pocket", context="a b", questions=None),  # type: ignore[arg-type]
+    "folder must be a folder of runs, got null": lambda: kvbench.load_results(None),
+    "ask needs a context and questions": lambda: kvbench.ask("pocket", context="a b", questions=None),
     "max_new_tokens must be a whole": lambda: kvbench.ask("pocket", context="a", questions="b", max_new_tokens=0),
     "across must be task or budget": lambda: kvbench.Results([], Path()).pivot("policy"),
     "a prompt's length must be a whole": lambda: KVCache(prepared().config, make_policy("full"), prompt_length=0),

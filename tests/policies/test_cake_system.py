@@ -34,7 +34,6 @@ def most_held(cascading: bool, layers: int, length: int) -> tuple[int, int]:
     model = tiny(layers=layers)
     policy = make_policy("cake", BUDGET, window=WINDOW, cascading=cascading)
     cache = run_greedy(model, [prompt(length)], policy, 1).cache
-    assert cache is not None
     heads, dim = model.config.num_key_value_heads, 8
     return cache.peak_nbytes, heads * (2 * dim * 8 + 4 + 8 + 1)  # key and value, position, score, protected
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
@@ -99,12 +99,14 @@ def test_the_budget_holds_and_bytes_are_counted_after_every_call(built: Callable
     assert_sound(built(slug), LENGTH)
 
 
-@pytest.mark.parametrize(("length", "kv_heads"), [(1, KV_HEADS), (BUDGET, QUERY_HEADS), (BUDGET + 1, 1)])
-@pytest.mark.parametrize("slug", EVERY_KIND)
+@pytest.mark.parametrize(
+    ("slug", "size"), [*zip(EVERY_KIND, cycle([(1, KV_HEADS), (BUDGET, QUERY_HEADS), (BUDGET + 1, 1)]))], ids=str
+)
 def test_the_budget_holds_around_a_prompt_as_long_as_it_for_every_group_size(
-    built: Callable[..., Policy], slug: str, length: int, kv_heads: int
+    built: Callable[..., Policy], slug: str, size: tuple[int, int]
 ) -> None:
-    assert_sound(built(slug), length, kv_heads)
+    """In turn: of one token, as long as the budget, one token longer; for one to four KV heads."""
+    assert_sound(built(slug), *size)
 
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}

@@ -1,7 +1,5 @@
 """Policies and stores whose kernels Triton interprets keep and generate what those of plain PyTorch do."""
 
-from __future__ import annotations
-
 import json
 from itertools import count
 from pathlib import Path

@@ -47,7 +47,7 @@ def tensors(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     positions = torch.tensor([-1 if p is None else p for p in head.positions], dtype=torch.int32)
     scores = torch.tensor(head.scores, dtype=torch.float32).masked_fill(positions < 0, 99.0)
     base = torch.tensor(head.base, dtype=torch.float32)
-    return tuple(x[None, None] for x in (scores, base, positions, torch.tensor(head.protected)))  # type: ignore[return-value]
+    return tuple(x[None, None] for x in (scores, base, positions, torch.tensor(head.protected)))
 
 
 @settings(max_examples=150)

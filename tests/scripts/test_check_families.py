@@ -13,8 +13,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("check_families", ROOT / "scripts" / "check_families.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["check_families"] = module  # where its dataclasses look themselves up
     spec.loader.exec_module(module)

@@ -1,7 +1,5 @@
 """The check of a new GPU, as far as it runs without one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The pocket model as it is shipped."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The exercises of the pocket model and its training loop."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The simplest tokenizer that can also decode: one token for every character."""
 
-from __future__ import annotations
-
 
 class CharTokenizer:
     """Ids are code points."""

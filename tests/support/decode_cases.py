@@ -1,7 +1,5 @@
 """Inputs for decode attention: every way in which a call can be odd, drawn from a seed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -72,7 +72,7 @@ def _packed(what: object) -> bytes:
 
 def _poison() -> None:
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # without the import of torch's compiler, a second
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 

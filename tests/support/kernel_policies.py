@@ -33,7 +33,6 @@ def run(
     model = tiny(family, dtype=torch.float32)
     prompts = [prompt(length, seed=row) for row, length in enumerate(lengths)]
     done = run_greedy(model, prompts, make_policy(slug, budget, **(fields or {})), 5, parts=parts)
-    assert done.cache is not None
     layer = done.cache.layers[-1]
     found = {"tokens": done.tokens, "kept": done.kept, "interpreted": tiles.INTERPRETED}
     return found | ({"keys": layer.keys, "values": layer.values} if stored else {})

@@ -65,7 +65,7 @@ def observed(
         fields["window"] = QueryWindow(fields.pop("recent_queries"), fields.pop("recent_positions"))
     for name, kind in (("params", AttentionParams), ("slots", SlotInfo), ("sequences", SequenceInfo)):
         own = {"scaling": 1.0} if name == "params" else {}
-        fields[name] = kind(**own | {key: fields.pop(key) for key in kind._fields if key in fields})  # type: ignore[attr-defined]
+        fields[name] = kind(**own | {key: fields.pop(key) for key in kind._fields if key in fields})
     return Observation(
         queries=queries,
         query_positions=torch.arange(seen - queries.shape[2], seen).expand(len(keys), -1),
@@ -90,7 +90,6 @@ class Ranked:
 
     def base(self, row: int = 0, head: int = 0) -> list[float]:
         """The base scores behind value-aware ones, by ascending position."""
-        assert self.ranking.tie_break is not None
         return self._ordered(self.ranking.tie_break, row, head)
 
     def _ordered(self, scores: Tensor, row: int, head: int) -> list[float]:

@@ -117,12 +117,7 @@ def tiny(
     seed: int = 0,
 ) -> PreTrainedModel:
     """A random model in evaluation mode; hidden 32, head dim 8 (with 4 query heads), vocabulary 512."""
-    sizes = {
-        **SIZES,
-        "num_hidden_layers": layers,
-        "num_attention_heads": query_heads,
-        "num_key_value_heads": kv_heads,
-    }
+    sizes = {**SIZES, "num_hidden_layers": layers, "num_attention_heads": query_heads, "num_key_value_heads": kv_heads}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(_config(family, sizes)).to(dtype).eval()
     with torch.no_grad():

@@ -1,7 +1,5 @@
 """Memory as the allocator sees it: the storages alive, whoever holds them and whatever they say of themselves."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

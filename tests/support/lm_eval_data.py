@@ -1,7 +1,5 @@
 """Invented rows in the formats in which the hub has the data sets of lm-eval's tasks, and the files that hold them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

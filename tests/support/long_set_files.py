@@ -1,7 +1,5 @@
 """Invented rows of the public long sets, in the form of their authors and in the columns of kvpress's data sets."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

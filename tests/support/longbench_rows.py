@@ -1,7 +1,5 @@
 """Invented rows in the official format of LongBench: two of every subset, and of every subset of LongBench-E."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Invented files in the official formats of NeedleBench."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Recording changes no tensor that existed before. Operations for which the host o
 are while a CUDA graph is captured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,7 +42,7 @@ class Tape(TorchDispatchMode):
         for tensor in _tensors((args, kwargs)):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._made and storage.data_ptr() not in self._before:
-                whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 self._before[storage.data_ptr()] = whole, whole.clone()
         out = func(*args, **(kwargs or {}))
         self._made |= {x.untyped_storage().data_ptr() for x in _tensors(out)} - self._before.keys()

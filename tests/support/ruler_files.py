@@ -1,7 +1,5 @@
 """Invented essays and question files in the official formats of RULER."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

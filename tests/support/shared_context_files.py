@@ -1,7 +1,5 @@
 """Invented rows of SCBench's twelve tasks, in the form of its data set."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ ROOT = Path(__file__).parents[2]
 def outputs() -> ModuleType:
     """scripts/readme_outputs.py."""
     spec = spec_from_file_location("readme_outputs", ROOT / "scripts" / "readme_outputs.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

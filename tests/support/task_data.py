@@ -1,7 +1,5 @@
 """One folder with invented data for every task that reads some, in the official formats; and what runs keep."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

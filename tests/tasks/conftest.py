@@ -1,7 +1,5 @@
 """Tokenizers that split text in very different ways: generators must be true to whichever they are given."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

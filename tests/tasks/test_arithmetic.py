@@ -1,7 +1,5 @@
 """Sums and differences over looked-up numbers."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Every yaml under conf/task is composed and built, and asks something."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,13 +8,13 @@ import task_data
 from char_tokenizer import CharTokenizer
 from task_data import build
 
-from kvbench.config.compose import read_all
+from kvbench.config.compose import names
 from kvbench.tasks.hub import HubFile
 from kvbench.tasks.longbench.subsets import EXTENDED, PAPER_SETS
 from kvbench.tasks.longbench.task import LongBench, LongBenchSuite
 from kvbench.tasks.task import Tokenizer
 
-NAMES = sorted(read_all("task"))
+NAMES = names("task")
 
 # What a task needs to be built from invented files, by the start of its name.
 ESSAYS = [f"ruler/niah_{name}" for name in ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")]

@@ -1,7 +1,5 @@
 """Questions from files with a column for each: what a row becomes, how answers are scored, what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The public long sets as tasks: prompts, limits and scores of both protocols, from invented rows in their forms."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

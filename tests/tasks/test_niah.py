@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 import re
 from itertools import islice
@@ -43,7 +41,6 @@ def test_the_asked_number_stands_once_and_at_its_depth(tokenizer: Tokenizer) -> 
         assert (example.prompt + example.answer_prefix).count(number) == 1
         text = context(example)
         needle = re.search(rf"The secret number of \S+ is {number}\.", text)
-        assert needle is not None
         others = len(text) - len(needle[0])
         longest = max(map(len, re.findall(r"[^.]+\.", text))) + 4 * 50  # the other needles stand in the text as well
         assert abs(needle.start() - example.metadata["depth"] * others) <= longest
@@ -65,7 +62,6 @@ def test_all_numbers_of_the_keys_asked_for_are_references_and_no_other(words: To
     for example in task.examples(words, 2):
         told = re.findall(r"The secret number of (\S+) is (\d{7})\.", context(example))
         asked = re.search(r"What are the secret numbers of (\S+) and (\S+)\?", example.prompt)
-        assert asked is not None
         assert len(told) == 15
         assert len({key for key, _ in told}) == 5
         assert set(example.references) == {number for key, number in told if key in asked.groups()}

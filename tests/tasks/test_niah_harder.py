@@ -1,7 +1,5 @@
 """Paraphrased needles and needles that look alike: what a prompt contains, and what is scored."""
 
-from __future__ import annotations
-
 import re
 from itertools import islice
 from pathlib import Path
@@ -40,7 +38,6 @@ def test_the_question_leads_to_the_needle_by_meaning_and_by_no_word(
     for example in examples(task, tokenizer):
         (person,), text = example.references, context(example)
         needle = re.search(rf"{person} lives next to (.+?)\.", text)
-        assert needle is not None
         landmark, city, country = next(place for place in PLACES if place[0] == needle[1])
         question = example.question + example.answer_prefix
         assert (city, country)[hops - 1] in question

@@ -1,7 +1,5 @@
 """Texts that are given: which ones, in which order, and what is said of files that cannot be read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +11,7 @@ from kvbench.tasks.task import Example, Reading, Tokenizer
 
 
 def read(tokenizer: Tokenizer, data_dir: Path | str, limit: int | None = None, **fields: object) -> list[Example]:
-    return list(Perplexity(data_dir=str(data_dir), **fields).examples(tokenizer, 0, limit))  # type: ignore[arg-type]
+    return list(Perplexity(data_dir=str(data_dir), **fields).examples(tokenizer, 0, limit))
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -1,7 +1,5 @@
 """Which end of a prompt is its question: written out here for every task that has one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Official aggregates come from the module that the examples name."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rows and texts from files as they lie about: what is read in which form, and what is said of what cannot be read."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import zipfile

@@ -1,7 +1,5 @@
 """`python -m kvbench.bench`: rows, bytes worked out by hand, tokens equal to those of generation, wrong arguments."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

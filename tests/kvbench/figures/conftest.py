@@ -1,7 +1,5 @@
 """Finished runs to draw; every picture in the house style."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Figures of finished runs: what is drawn is what was measured, and nothing covers anything."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,7 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
     axes = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
     ticks = [(tick, sorted(axis.get_view_interval())) for axis in axes for tick in axis.get_major_ticks()]
     beyond = [tick.label1 for tick, (low, high) in ticks if not low <= tick.get_loc() <= high]
-    texts = [t for t in figure.findobj(Text) if t.get_text().strip() and t.get_visible() and t not in beyond]  # type: ignore[misc]
+    texts = [t for t in figure.findobj(Text) if t.get_text().strip() and t.get_visible() and t not in beyond]
     boxes = np.array([text.get_window_extent().extents for text in texts])  # [words, (x0, y0, x1, y1)] in pixels
     low, high = boxes[:, None, :2], boxes[:, None, 2:]
     shared = np.minimum(high, high.swapaxes(0, 1)) - np.maximum(low, low.swapaxes(0, 1))
@@ -55,7 +53,7 @@ def test_the_drawn_numbers_are_those_of_the_table(kind: str, sweep: Path, cells:
     lines = lines_of(axes)
     if kind == "budget":
         assert {tick.get_text() for tick in axes.get_xticklabels()} == {f"{b:g}" for b in table["budget"].dropna()}
-    bars = {tuple(map(tuple, np.round(seg, 9))) for c in axes.collections for seg in c.get_segments()}  # type: ignore[attr-defined]
+    bars = {tuple(map(tuple, np.round(seg, 9))) for c in axes.collections for seg in c.get_segments()}
     for policy in POLICIES:
         rows = table[table["policy"] == policy].sort_values("budget")
         name = next(label for label in lines if label.partition(" ")[0] == policy)

@@ -48,7 +48,6 @@ def test_an_infinite_temperature_leaves_a_statistic_out() -> None:
 def test_statistics_in_the_models_precision_lose_small_variances() -> None:
     rows = torch.tensor([[[0.5, 0.0001, 0.4999, 0.0], [0.5, 0.0003, 0.0, 0.4997]]])
     seen = observed(rows)
-    assert seen.window is not None
     window = seen.window._replace(queries=seen.window.queries.float())
     half = replace(seen, keys=seen.keys.half(), window=window, known={})
     assert P2A().measure(seen, {})[0, 1].item() == pytest.approx(2e-8, rel=1e-3)

@@ -41,7 +41,7 @@ def test_what_is_measured_of_a_layer_of_two_heads(norm: str, expected: float) ->
     even = torch.tensor([1.0, 1.0, 1 + 0.375**0.5, 1 - 0.375**0.5])  # unbiased variance 2 * 0.375 / 3 = 0.25
     sums = torch.stack([ATTENTION.sum(0), even], dim=-1)[None, None]
     seen = observed(torch.zeros(1, 1, 4, 2))
-    got = InverseVariance(norm=norm).measure(seen, {"attention_sum": sums})  # type: ignore[arg-type]
+    got = InverseVariance(norm=norm).measure(seen, {"attention_sum": sums})
     assert got.tolist() == [[pytest.approx(expected, abs=1e-5)]]
 
 
@@ -100,7 +100,7 @@ def test_the_total_is_dealt_out_exactly_and_within_bounds(
     demand: tuple[list[float], int, int, int], norm: str, allocation: str
 ) -> None:
     variances, total, floor, cap = demand
-    got = shares(InverseVariance(norm=norm, allocation=allocation), variances, total, floor, cap)  # type: ignore[arg-type]
+    got = shares(InverseVariance(norm=norm, allocation=allocation), variances, total, floor, cap)
     assert sum(got) == total
     assert all(floor <= slots <= cap for slots in got)
 
@@ -108,7 +108,7 @@ def test_the_total_is_dealt_out_exactly_and_within_bounds(
 @given(demands(), st.sampled_from(["layer_minmax", "raw"]))
 def test_a_layer_of_less_variance_never_gets_less(demand: tuple[list[float], int, int, int], norm: str) -> None:
     variances, total, floor, cap = demand
-    got = shares(InverseVariance(norm=norm), sorted(variances), total, floor, cap)  # type: ignore[arg-type]
+    got = shares(InverseVariance(norm=norm), sorted(variances), total, floor, cap)
     assert got == sorted(got, reverse=True)
 
 

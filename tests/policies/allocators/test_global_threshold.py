@@ -61,7 +61,7 @@ def test_layers_of_several_lengths_compete_as_well() -> None:
 
 
 def joint(slug: str, **fields: object) -> Policy:
-    policy = make_policy(slug, BUDGET, schedule="prompt", **fields)  # type: ignore[arg-type]
+    policy = make_policy(slug, BUDGET, schedule="prompt", **fields)
     return replace(policy, allocator=GlobalThreshold(), store=Ragged())
 
 

@@ -31,7 +31,6 @@ def lazy(threshold: float) -> Policy:
 def kept(model: PreTrainedModel, policy: Policy) -> list[list[list[int]]]:
     """Positions of the prompt that every head of every layer keeps at the end."""
     cache = run_greedy(model, [prompt(LENGTH)], policy, NEW).cache
-    assert cache is not None
     heads = [[head.tolist() for head in layer.positions[0]] for layer in cache.layers]
     assert all(sum(p >= LENGTH for p in head) == NEW - 1 for layer in heads for head in layer)
     return [[sorted(p for p in head if 0 <= p < LENGTH) for head in layer] for layer in heads]

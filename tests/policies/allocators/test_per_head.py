@@ -40,7 +40,7 @@ SCORES = [[9, 1, 8, 7, 5, 2], [4, 3, 6, 1, 1, 1]]
     ],
 )
 def test_ada_deals_a_layer_by_hand(rounding: str, alpha: float, counts: list[int]) -> None:
-    got = Ada(alpha=alpha, rounding=rounding).heads(0, ranking(SCORES), [3])  # type: ignore[arg-type]
+    got = Ada(alpha=alpha, rounding=rounding).heads(0, ranking(SCORES), [3])
     assert got.tolist() == [counts]
 
 

@@ -52,7 +52,7 @@ class Example:
         old = [torch.tensor(x, dtype=torch.float64)[None, None] for x in (keys, values)]
         new = written(*old, self.merger.absorb(eviction(*old, positions, gone, phase), self.memory))
         rows = zip(places, *(x[0, 0].tolist() for x in new), scores, gone[0, 0].tolist(), strict=True)
-        self.held = {place: (*row, score) for place, *row, score, out in rows if not out}  # type: ignore[misc]
+        self.held = {place: (*row, score) for place, *row, score, out in rows if not out}
 
     def step(self, position: int, key: list[float], value: list[float], drawn: list[float]) -> None:
         """A decoding step: the new query's attention over the cache, the new token last."""
@@ -220,11 +220,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @settings(max_examples=40)
-@given(
-    st.integers(0, 10**6),
-    st.sampled_from(OPTIONS),
-    st.sampled_from([None, 0.4, -0.2]),
-)
+@given(st.integers(0, 10**6), st.sampled_from(OPTIONS), st.sampled_from([None, 0.4, -0.2]))
 def test_a_single_token_merges_as_one_of_several(seed: int, options: dict[str, Any], threshold: float | None) -> None:
     keys, values = drawn(3, 2, 9, seed)
     positions = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(seed + i)) for i in range(6)])

@@ -47,7 +47,6 @@ def test_a_decoded_query_attends_to_the_tokens_of_its_largest_attention(name: st
             expected = (group @ k[read].T).softmax(-1) @ v[read]
             torch.testing.assert_close(out[0, 2 * head : 2 * head + 2, 0], expected)
             counted = tokens_read(made.cache.sequence)
-            assert counted is not None
             assert counted[0][head] == len(read)
     made.cache.audit()
     assert made.cache.kept_tokens().tolist() == [[[LENGTH + NEW] * 2]]

@@ -21,7 +21,7 @@ VALUES = torch.tensor([[[[3.0, 0.0], [0.0, 1.0], [5.0, 0.0]]]])  # 9, 1 | 25
     ],
 )
 def test_scores_are_shares_of_windows_from_the_left(leverage: str, expected: list[float]) -> None:
-    scorer = CurDKV(window=2, leverage=leverage, sinks=0)  # type: ignore[arg-type]
+    scorer = CurDKV(window=2, leverage=leverage, sinks=0)
     torch.testing.assert_close(scorer.score(observed(KEYS, values=VALUES), {}), torch.tensor([[expected]]))
 
 

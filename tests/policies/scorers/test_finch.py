@@ -5,24 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 from kv_crafted import observed
-from kv_models import prompt, rotated, tiny
+from kv_models import prompt, rotated
 from kv_runs import kept_now
 from kvpress_kept import FAMILIES, policy_keeps, press_keeps, presses, small
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.scorers.finch import Finch
 from kvbench.policies.selections.shares import Shares
 
 LENGTH, QUESTION, BUDGET = 70, 62, 24
 IDS = torch.tensor([prompt(LENGTH)])
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return prepare(tiny())
 
 
 def test_a_query_counts_by_the_tokens_it_sees() -> None:

@@ -149,7 +149,7 @@ def test_files_that_are_no_gate_of_the_model_are_refused(tmp_path: Path) -> None
             gate.predicted(layer, torch.zeros(1, 1, size), heads)
     percentiles = json.dumps([float(p) for p in range(1, 100)])
     file = gate_file(tmp_path, linear, percentiles=percentiles)
-    assert make_policy("kvzap", gate=file, tau=None, keep=0.3).allocator.tau == 70  # type: ignore[attr-defined]
+    assert make_policy("kvzap", gate=file, tau=None, keep=0.3).allocator.tau == 70
 
 
 def test_a_gate_of_fast_kvzip_is_that_of_kvpress(tmp_path: Path) -> None:

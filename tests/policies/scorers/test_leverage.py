@@ -29,7 +29,7 @@ def hat(keys: Tensor) -> Tensor:
 
 
 def scores(keys: Tensor, positions: Tensor | None = None, **fields: float) -> Tensor:
-    scorer = Leverage(epsilon=1e-9, **fields)  # type: ignore[arg-type]
+    scorer = Leverage(epsilon=1e-9, **fields)
     return scorer.score(observed(keys, positions=positions, model=DoesNotRotate()), {})
 
 

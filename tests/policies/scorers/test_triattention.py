@@ -11,7 +11,7 @@ import pytest
 import torch
 from kv_crafted import observed
 from kv_models import prompt, tiny
-from kv_runs import run_greedy
+from kv_runs import assert_rows_alone, run_greedy
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 
@@ -176,15 +176,10 @@ def test_kept_tokens_follow_from_the_equation(
     assert len(held[0][0]) < tokens + new - 1, "something was evicted"
 
 
-def test_a_sequence_keeps_equal_tokens_alone_and_in_a_padded_batch(saved: Callable[..., str]) -> None:
-    model, prompts = ready("qwen3"), [prompt(31), prompt(24, seed=1)]
-    for fields in ({"budget": 20, "protect": "none", "every": 4}, {"budget": 36, "every": 3}):
-        policy = make_policy("triattention", stats=saved(), horizon=HORIZON, **fields)
-        batch = run_greedy(model, prompts, policy, 12)
-        for row, ids in enumerate(prompts):
-            alone = run_greedy(model, [ids], policy, 12)
-            assert batch.tokens[row] == alone.tokens[0]
-            assert batch.of_row(row)[-12:] == alone.of_row(0)[-12:]
+def test_sequences_of_a_batch_are_equal_alone(saved: Callable[..., str]) -> None:
+    fields = {"budget": 20, "protect": "none", "every": 4}, {"budget": 36, "every": 3}
+    policies = [make_policy("triattention", stats=saved(), horizon=HORIZON, **one) for one in fields]
+    assert_rows_alone(ready("qwen3"), policies, (31, 24), 12)
 
 
 def test_blocks_evict_by_the_tokens_seen_so_far(saved: Callable[..., str]) -> None:
@@ -204,7 +199,7 @@ def test_blocks_evict_by_the_tokens_seen_so_far(saved: Callable[..., str]) -> No
 @torch.inference_mode()
 def test_the_calibration_is_the_mean_of_the_queries_before_rotation(family: str) -> None:
     """After the query norm of Qwen3, in the code of transformers."""
-    model, found = tiny(family), [[] for _ in range(LAYERS)]  # type: ignore[var-annotated]
+    model, found = tiny(family), [[] for _ in range(LAYERS)]
     attentions = [layer.self_attn for layer in model.model.layers]
     for layer, one in enumerate(attentions):
         module = getattr(one, "q_norm", one.q_proj)

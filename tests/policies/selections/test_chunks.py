@@ -10,7 +10,7 @@ from kvbench.policies.ranking import Ranking
 from kvbench.policies.selections.chunks import Chunks
 
 
-def ranked(scores: list[list[float]], positions: list[list[int]], stays: set[int] = frozenset()) -> Ranking:  # type: ignore[assignment]
+def ranked(scores: list[list[float]], positions: list[list[int]], stays: set[int] = frozenset()) -> Ranking:
     """One sequence: scores and positions of every KV head; `stays` are protected positions."""
     places = torch.tensor([positions])
     protected = torch.tensor([[[p in stays for p in head] for head in positions]])

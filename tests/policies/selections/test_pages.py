@@ -48,7 +48,7 @@ def test_a_page_has_the_mean_the_largest_or_the_summed_score_of_its_tokens() -> 
     scores = torch.tensor([[1.0, 1, 1, 4, 0, 0, 2]])  # pages of three: 1; 4/3; 2 of one token
     choices = {"mean": [6], "max": [3, 4, 5], "sum": [3, 4, 5]}
     for reduce, positions in choices.items():
-        pages = Pages(length=3, reduce=reduce)  # type: ignore[arg-type]
+        pages = Pages(length=3, reduce=reduce)
         assert kept(pages, ranked(scores), 3).tolist() == positions
 
 
@@ -118,7 +118,7 @@ def test_the_cache_holds_such_sets_and_counts_whole_pages(slug: str, fields: dic
     for layer, held in zip(run.cache.sequence.layers, run.of_row(0)[-1], strict=True):
         tokens = max(map(len, held))
         pages_held = -(-tokens // 16) if store.free == "compact" else len({p // 16 for head in held for p in head})
-        memory = layer.store.memory  # type: ignore[attr-defined]
+        memory = layer.store.memory
         slots = memory["keys"].shape[:3].numel()
         counted = sum(x.nbytes for x in memory.values()) - layer.spare_nbytes
         assert counted == sum(x.nbytes for x in memory.values()) // slots * 16 * pages_held * len(held)

@@ -13,7 +13,7 @@ SMALL = Kivi(group=4, residual=4)
 
 def lengths(held: object) -> tuple[int, int, int, int]:
     """Keys quantised and full, values quantised and full."""
-    keys, values = held.parts[0].columns  # type: ignore[attr-defined]
+    keys, values = held.parts[0].columns
     return keys.coded, keys.tail.count, values.coded, values.tail.count
 
 

@@ -89,7 +89,7 @@ def test_the_first_two_layers_trace_nothing() -> None:
 @pytest.mark.parametrize("trace", ["smallest", "largest", "random"])
 def test_other_choices_of_exact_tokens_exist_for_comparison(trace: str) -> None:
     keys, values = stream(64, heads=2)
-    held = feed(Ott(group=64, residual=0, outliers=4, trace=trace), keys, values)  # type: ignore[arg-type]
+    held = feed(Ott(group=64, residual=0, outliers=4, trace=trace), keys, values)
     norms = keys.abs().sum(-1)
     order = norms.argsort(-1, descending=trace == "largest")[..., :4]
     chosen = held.parts[0].memory["pool slots"][..., :4].long().sort(-1).values

@@ -15,15 +15,7 @@ from kvbench import KVCache, generate, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.models.cache_shapes import cache_shape
 from kvbench.policies.stores.codec import Codec
-from kvbench.policies.stores.per_token import (
-    Fp8,
-    Fp8PerTokenHead,
-    Int4,
-    Int8,
-    Nvfp4,
-    from_e2m1,
-    to_e2m1,
-)
+from kvbench.policies.stores.per_token import Fp8, Fp8PerTokenHead, Int4, Int8, Nvfp4, from_e2m1, to_e2m1
 
 NV_IN = [3, -1.5, 0.1, 0.125, 0.375, 0.625, 0.875, 1.25, 1.75, 2.5, 0.3, -0.2, 0, 0.6, 2.2, -2.6]
 NV_OUT = [3, -1.5, 0, 0, 0.5, 0.5, 1, 1, 2, 2, 0.25, -0.25, 0, 0.5, 2, -3]
@@ -38,12 +30,7 @@ INT4_IN = [-1.25, 2.5, 0, 0.1, 0.125, -0.125, 1.3, -0.9]
     [
         (Fp8(), FP8_IN, FP8_OUT, "2abe585a7e010001"),
         (Fp8(key_scales=[2.0]), [900], [896], "7e"),
-        (
-            Fp8PerTokenHead(),
-            [3.5, -7, 0.1, 1, -2, 0.01, 5, 0],
-            [3.5, -7, 0.1015625, 1, -2, 0.009765625, 5, 0],
-            None,
-        ),
+        (Fp8PerTokenHead(), [3.5, -7, 0.1, 1, -2, 0.01, 5, 0], [3.5, -7, 0.1015625, 1, -2, 0.009765625, 5, 0], None),
         (Int8(), INT8_IN, [x / 32 for x in (127, -127, 32, 2, -2, 2, -2, 64)], "7f812002fe02fe40"),
         (Int8(official=True), INT8_IN, [x / 32 for x in (127, -127, 32, 1, -1, 1, -2, 64)], "7f812001ff01fe40"),
         (Int4(rotate=False), INT4_IN, [-1.25, 2.5, 0, 0, 0.25, 0, 1.25, -1], "f055561a"),

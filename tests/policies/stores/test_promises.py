@@ -35,11 +35,6 @@ STORES = {name: SMALL.get(name, {}) for name in stores()} | {"nvfp4": {"group": 
 LENGTHS = (50, 31, 9)
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return prepare(tiny("llama"))
-
-
 @pytest.fixture(
     scope="module", params=few_fast(("llama", "gemma2"), ("gemma2",), pytest.mark.slow("runs every store twice"))
 )
@@ -57,8 +52,7 @@ ATTENDING = [
 ]
 
 
-@pytest.mark.parametrize("dim", [16, 64])
-@pytest.mark.parametrize("store", ATTENDING, ids=str)
+@pytest.mark.parametrize(("store", "dim"), [*zip(ATTENDING, cycle((16, 64)))], ids=str)
 def test_attention_from_codes_is_attention_over_the_dequantised_view(store: Store, dim: int) -> None:
     keys, values = stream(330, dim=dim)
     queries = 3 * torch.randn(1, 6, 330, dim)

@@ -1,7 +1,5 @@
 """InfiniteBench's rules by hand; the recorded official scores are in tests/kvbench/test_score.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvbench.tasks.infinitebench.predictions import score_predictions

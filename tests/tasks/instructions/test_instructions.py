@@ -1,7 +1,5 @@
 """Verifiable instructions: official scores, what leaks, where the instructions are, and rows that cannot be used."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -73,7 +71,7 @@ def test_the_request_is_the_question_and_spans_mark_instructions_and_document(
     assert example.question == "\n\nUser: Name a river.\nAssistant:"
     assert example.prompt.endswith(example.question)
     parts = {name: [example.prompt[a:b] for a, b in spans] for name, spans in example.spans.items()}
-    assert parts["instructions"] == [ROW["messages"][0]["content"]]  # type: ignore[index]
+    assert parts["instructions"] == [ROW["messages"][0]["content"]]
     assert len(parts["document"]) == 1 + (place == "middle")
     order = sorted((a, name) for name, spans in example.spans.items() for a, _ in spans)
     expected = {"first": "gid", "middle": "dgid", "last": "dgi"}[place]  # g: the text that guards the instructions
@@ -118,7 +116,7 @@ def test_kept_shares_count_heads_and_tokens() -> None:
         ({"kwargs": [{}]}, "kwargs is .* it must be a list of 2 objects"),
         ({"instruction_id_list": ["punctuation:no_comma", "made:up"]}, "made:up is not one of ifeval"),
         ({"kwargs": [{}, {"wrong": 3}]}, "do not fit length_constraints:number_words"),
-        ({"messages": ROW["messages"][:1]}, "one system and one user message"),  # type: ignore[index]
+        ({"messages": ROW["messages"][:1]}, "one system and one user message"),
     ],
 )
 def test_rows_that_cannot_be_used_are_refused(

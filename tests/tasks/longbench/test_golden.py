@@ -1,7 +1,5 @@
 """Our scores beside the recorded official ones; those of whole sets are in tests/kvbench/test_score.py."""
 
-from __future__ import annotations
-
 import pytest
 from task_data import recorded
 

@@ -1,7 +1,5 @@
 """Prompts, loading and sums of LongBench, on invented rows in the official format."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zipfile

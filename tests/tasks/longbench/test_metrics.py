@@ -1,7 +1,5 @@
 """The metrics by hand, and ROUGE beside the package that the official code calls."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """LongBench v2's scores by hand; the recorded official scores are in tests/kvbench/test_score.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """LongProc: official prompts and scores, generated problems, and rows that cannot be used."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -63,7 +61,6 @@ def test_the_official_scores(name: str, words: Tokenizer) -> None:
 def test_a_countdown_answer_by_hand() -> None:
     numbers, target = [21, 16, 17, 26], 46
     reference = countdown.reference(numbers, target)
-    assert reference is not None
     assert reference.endswith("<Solution>\n21 + 16 = 37\n37 - 17 = 20\n26 + 20 = 46\n</Solution>\n")
     right = "<Solution>\n21 + 16 = 37\n26 - 17 = 9\n37 + 9 = 46\n</Solution>"
     assert scores.countdown_score(right, numbers, target, reference)["accuracy"] == 1
@@ -119,11 +116,7 @@ def test_a_table_is_compared_by_rows_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        (
-            "countdown",
-            [{"nums": [1, 2, 3], "target": 9}],
-            "row 1 is not a row of countdown: nums=.* five whole",
-        ),
+        ("countdown", [{"nums": [1, 2, 3], "target": 9}], "row 1 is not a row of countdown: nums=.* five whole"),
         ("countdown", [{"nums": [1, 1, 1, 1], "target": 50}], "50 cannot be reached"),
         ("path_traversal", [{"context_nl": "x"}], "no field 'question_repr'"),
         ("tom_tracking", [{"story": 1, "question": "q", "solution": "s"}], "its story is 1, it must be a text"),

@@ -1,7 +1,5 @@
 """LooGLE's scores by hand, and all metrics of the recorded official ones."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Boxed answers by hand; the recorded official scores are in tests/kvbench/test_score.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvbench.tasks.math.predictions import score_predictions, sound

@@ -1,7 +1,5 @@
 """Problems with boxed answers as a task, and the presets of long answers, from invented rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

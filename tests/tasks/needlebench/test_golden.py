@@ -1,7 +1,5 @@
 """Prompts and scores beside those of the official code, which were recorded outside this repository."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

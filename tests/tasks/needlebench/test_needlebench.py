@@ -1,7 +1,5 @@
 """NeedleBench's grids, prompts, scores and averages, on invented files in the official formats."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """NeedleBench's scores and averages by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvbench.tasks.needlebench import scores

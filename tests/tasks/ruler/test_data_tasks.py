@@ -1,7 +1,5 @@
 """RULER's tasks that read data, needles in essays and question answering, on invented files in the official formats."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Laws of the RULER generators: the prompt tells what is asked for, and has the length that was asked for."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace
@@ -81,7 +79,6 @@ def test_following_the_assignments_leads_to_the_references(words: Tokenizer) -> 
         worked, asked = example.prompt.split("\nMemorize and track")
         for text, names in ((worked, worked.split("they are: ")[-1].split()), (asked, list(example.references))):
             value = re.search(r"assigned the value (\d{5}) in", text)
-            assert value is not None
             assigned = dict(re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", text))
             reached = [name for name in assigned if follow(name, assigned) == value[1]]
             assert reached == names

@@ -1,7 +1,5 @@
 """Our prompts and scores beside those of the official code, which were recorded outside this repository."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json
@@ -107,14 +105,12 @@ def test_official_scores_come_out_to_1e_6() -> None:
 def constants(module: str) -> dict[str, Any]:
     """The literal constants at the top of a file of lm-eval's RULER tasks, which is read and not imported."""
     spec = find_spec("lm_eval")
-    assert spec is not None
-    assert spec.origin is not None
     tree = ast.parse((Path(spec.origin).parent / "tasks" / "ruler" / module).read_text(encoding="utf-8"))
     assigned = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
     found = {}
     for node in assigned:
         try:
-            found[node.targets[0].id] = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+            found[node.targets[0].id] = ast.literal_eval(node.value)
         except ValueError:  # computed, not written
             continue
     return found

@@ -1,7 +1,5 @@
 """SCBench as a task: its texts in both modes, its turns, limits and scores, from invented rows in its form."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +44,6 @@ def test_a_conversation_asks_behind_the_golden_answers_and_alone_behind_the_cont
     _, turns = asked(pieces, "qa_eng", folder)
     book = "Read the book and answer the question. Be very concise in your answer.\n\nAda is old."
     assert [turn.prompt for turn in turns] == [f"{book}\n\nQuestion: Who is old?\nAnswer:"] * 2
-    assert turns[1].shared is not None
     (follow_up,) = turns[1].shared.follow_ups or ()
     assert follow_up.plain == "Ada\n\nQuestion: Is she?\nAnswer:"
     assert (follow_up.answer, follow_up.message) == ("Ada", "Question: Is she?\nAnswer:")
@@ -54,14 +51,12 @@ def test_a_conversation_asks_behind_the_golden_answers_and_alone_behind_the_cont
     _, alone = asked(pieces, "qa_eng", folder, "task.mode=scdq")
     assert alone[1].prompt == f"{book}Question: Is she?\nAnswer:"  # no blank line between
     _, own = asked(pieces, "qa_eng", folder, "task.history=own")
-    assert own[1].shared is not None
     assert [turn.plain for turn in own[1].shared.follow_ups or ()] == ["Question: Is she?\nAnswer:"]
 
 
 def test_a_list_task_repeats_its_instruction_before_each_question(pieces: Tokenizer, folder: Path) -> None:
     _, turns = asked(pieces, "mf", folder)
     assert turns[0].prompt == "What is the largest number?\n\n[42, 7]\n\nThe largest number is"
-    assert turns[0].shared is not None
     (later,) = turns[0].shared.follow_ups or ()
     assert later.plain == "42\n\nWhat is the smallest number?\n\nThe smallest number is"
     _, alone = asked(pieces, "mf", folder, "task.mode=scdq")
@@ -71,15 +66,12 @@ def test_a_list_task_repeats_its_instruction_before_each_question(pieces: Tokeni
 def test_limits_and_beginnings_are_the_authors(pieces: Tokenizer, folder: Path) -> None:
     _, mixed = asked(pieces, "repoqa_and_kv", folder)
     assert [turn.max_new_tokens for turn in mixed] == [1024, 80, 1024]
-    assert mixed[0].shared is not None
     assert mixed[0].shared.spare == (1024 + 80) * 3 // 2
     _, summaries = asked(pieces, "summary", folder)
-    assert summaries[1].shared is not None
     assert [turn.begins for turn in summaries[1].shared.follow_ups or ()] == ["This paper"]
     assert summaries[1].answer_prefix == ""
     _, choices = asked(pieces, "choice_eng", folder)
     assert choices[0].prompt.endswith("\nD. four\n\nThe the correct answer is")
-    assert choices[0].shared is not None
     (later,) = choices[0].shared.follow_ups or ()
     assert later.plain.endswith("\nD. four\n\nThe letter of the correct answer is")
     assert later.message.endswith("The the correct answer is")
@@ -90,7 +82,7 @@ def answered(task: Task, example: Example, output: str) -> Any:
         references, metadata = example.references, example.metadata
         score, measures = task.judge(output, example)
 
-    Given.output = output  # type: ignore[attr-defined]
+    Given.output = output
     return Given
 
 
