@@ -54,6 +54,12 @@ CLAIMS = {  # table of runs: claims that its task can decide, and the fields tha
             (["today/two-and-a-half-bits"], {}),
         )
     ],
+    "ruler_1024": [
+        (
+            ["cake/near-lossless-1024", "kvec/near-full-1024"],
+            {**ONCE, "task": TASKS[2], "task.length": 2048, "budget": [1024]},
+        ),
+    ],
     "ruler_context": [
         (
             ["today/kvzip-question-unknown"],
