@@ -234,7 +234,7 @@ def test_columns_are_in_the_given_order(several: Path, capsys: pytest.CaptureFix
     assert ["0.5", "h2o", "64"] in cells_of(chosen)
     assert written(several, "few.csv", "--columns", "policy,score").splitlines()[1] == "full,1.0"
     assert main(["collect", str(several), "-o", "t.md", "--columns", "scor"]) == 2
-    assert "--columns scor is not a column (allowed: run_id, model" in capsys.readouterr().err
+    assert "--columns scor is not a column: did you mean score or score_low?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".md", ".txt", ".tex"])
