@@ -343,7 +343,7 @@ def main() -> None:
     tables = {str(name): summary(some) for name, some in found.groupby("table", sort=False)}
     for name, table in tables.items():
         table.round(4).to_csv(given.output / f"{name}.csv", index=False)
-        if name.startswith("ruler"):
+        if name in ("ruler", "ruler_context"):
             averages = leaderboard(table)
             averages.round(4).to_csv(given.output / f"{name}_average.csv", index=False)
             title = f"RULER, n = {averages.n.min()} per task, {averages.budget.max():.0f} tokens per KV head and layer"
