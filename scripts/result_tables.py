@@ -20,8 +20,10 @@ import yaml
 from matplotlib.ticker import ScalarFormatter
 
 from kvbench.papers.claims import PAPERS, decide, read_claims
+from kvbench.results.changes import changes
 from kvbench.results.result import Result, load_results
 from kvbench.results.statistics import holm, mean_interval, paired_difference
+from kvbench.results.summary import Outcome
 
 mpl.use("Agg")
 mpl.rcParams["svg.hashsalt"] = "results"
@@ -144,21 +146,26 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def answers(full: pd.DataFrame, own: pd.DataFrame) -> dict[str, float]:
-    """The answers of a policy beside those of `full` to the same examples.
+    """The answers of a policy beside those of `full` to the same examples, as `kvbench results collect` counts them.
 
-    lost, gained: right under full and wrong here, and the reverse (graded scores: mean losses and gains). tokens: mean
-    length. cut_off: share that reached max_new_tokens. kv_footprint: entries held, over all fed tokens, as a share of
-    the full cache's.
+    lost, gained, tokens_vs_full: see `Changes`. tokens: mean length. cut_off: share that reached max_new_tokens.
+    kv_footprint: entries held, over all fed tokens, as a share of the full cache's.
     """
-    change = own.score - full.score
+    found = changes(outcomes(full), outcomes(own))
     return {
-        "lost": (-change).clip(lower=0).mean(),
-        "gained": change.clip(lower=0).mean(),
+        "lost": found.lost.mean if found and found.lost else math.nan,
+        "gained": found.gained.mean if found and found.gained else math.nan,
         "tokens": own.tokens.mean(),
-        "tokens_vs_full": (own.tokens - full.tokens).mean(),
+        "tokens_vs_full": found.length.mean if found and found.length else math.nan,
         "cut_off": own.cut_off.mean(),
         "kv_footprint": own.kv_footprint.mean(),
     }
+
+
+def outcomes(some: pd.DataFrame) -> list[Outcome]:
+    """The outcomes of examples, which are the index."""
+    columns = zip(some.index, some.score, some.tokens, some.cut_off, strict=True)
+    return [Outcome(str(example), score, length=length, cut=float(cut)) for example, score, length, cut in columns]
 
 
 def to_base(found: pd.DataFrame) -> pd.DataFrame:
