@@ -2,7 +2,8 @@
 
 One token in one layer: `update` returns a `LayerCall`, which the attention function of transformers calls
 (`kvbench.cache.hook`). For each sequence, `KVCache.attend` appends the key and value to the layer's store
-(`kvbench.cache.sequence`), attends (`kvbench.cache.attention`) and evicts (`kvbench.cache.eviction`).
+(`kvbench.cache.sequence`), attends (`kvbench.cache.attention`) and evicts (`kvbench.cache.eviction`). Sequences that
+decode alike are in a table (`kvbench.cache.table`), which does this for all of them at once.
 
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
@@ -28,9 +29,11 @@ from kvbench.cache.extras import extras_of, layers_of
 from kvbench.cache.families import check_interface, layout_of
 from kvbench.cache.hook import LayerCall, check_attention
 from kvbench.cache.interface import check_policy, uncompiled
+from kvbench.cache.joining import can_join
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.sequence import Sequence, spread
 from kvbench.cache.step import Step, append, no_attention
+from kvbench.cache.table import Table
 from kvbench.cache.views import KVLayer, stacked
 from kvbench.errors import ConfigError, as_python
 from kvbench.policies.observation import AttentionParams, StepCache
@@ -88,10 +91,15 @@ class KVCache(Cache):
         named = [len(x) for x in (prompt_length, question) if isinstance(x, List)]
         self._add_sequences(named[0] if named else 1, policy)
         self.one_prompt = False  # all sequences process one and the same prompt
+        self.tables: list[Table] = []
+        self._rows: list[Sequence | None] = []  # the sequence of each row of a decoding step; None: padding
         self._evictions = Evictions(self.extras)
         self._model = CallingModel(self.config)
         self._counts: list[int] = []  # tokens of each sequence in the running call
+        self._held: list[tuple[Table, slice | Tensor | None]] = []  # tables, and the rows of the running call they have
+        self._alone: list[tuple[int, Sequence]] = []  # rows of sequences without a table, beside them
         self._places = self._layout.places
+        self._tabulates = not (self._layout.owners or self._layout.latent)
         layers = layers_of(self.sequences, self._layout)
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
         super().__init__(layers=layers)
@@ -106,12 +114,60 @@ class KVCache(Cache):
 
     def join(self, sequences: Iterable[Sequence]) -> None:
         """Add sequences of other caches of this model, which are not copied."""
+        sequences = list(sequences)
+        leave_tables(sequences)
         self.sequences += sequences
         self.extras[:] = extras_of(self._layout, [sequence.policy for sequence in self.sequences])
 
+    def begin_step(self, pads: bool) -> list[Sequence | None]:
+        """Before a call with one token of every sequence: the sequence of each row of the call; None: padding.
+
+        pads: rows may be padding, so that the call may be recorded.
+        """
+        self._enter_tables(pads)
+        alone = [sequence for sequence in self.sequences if sequence.table is None]
+        self._rows = [*(row for table in self.tables for row in table.rows), *alone]
+        return self._rows
+
+    @property
+    def recordable(self) -> bool:
+        """Whether the step that begins depends on nothing but the tokens, and changes only tensors on the device."""
+        return all(sequence.table is not None for sequence in self.sequences)
+
+    @property
+    def version(self) -> tuple[object, ...]:
+        """Changes when a recorded step is not valid any more."""
+        return tuple((id(table), table.version) for table in self.tables)
+
+    @property
+    def next_positions(self) -> Tensor:
+        """Positions of the next tokens [P,1], which follow those of a step on the device, if all are in tables."""
+        parts = [table.positions for table in self.tables]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def count(self, steps: int) -> None:
+        """Count steps that the device took; negative to undo."""
+        for table in self.tables:
+            table.count(steps)
+
+    def release(self, sequence: Sequence) -> None:
+        """Remove a sequence from the cache; it has its own memory then."""
+        leave_tables([sequence])
+        self.sequences.remove(sequence)
+
+    def _enter_tables(self, pads: bool = False) -> None:
+        """Let all sequences that decode alike enter tables, one for each format of their stores."""
+        self.tables = [table for table in self.tables if table.rows]
+        for table in self.tables:
+            table.admit(self.sequences)
+        while self._tabulates and any(one.table is None and can_join(one) for one in self.sequences):
+            table = Table(len(self.attention_layers), pads and not self._layout.states)
+            table.admit(self.sequences)
+            self.tables.append(table)
+
     def _begin_rows(self, rows: int) -> None:
         """Begin a sequence for each row of the first call. ValueError for another number of rows later."""
-        if rows != len(self.sequences):
+        if rows != (len(self._rows) or len(self.sequences)):
             if len(self.sequences) > 1 or self.sequences[0].started:
                 raise ValueError(f"the cache has {len(self.sequences)} sequences, the model was called with {rows}")
             self._add_sequences(rows, self.policy)
@@ -154,6 +210,8 @@ class KVCache(Cache):
         for extra in self.extras:
             extra.begin_layer()
         attend = self._attend_prompt if self.one_prompt else self._attend_rows
+        if self._held:
+            attend = self._attend_tables
         out = attend(index, queries, call.new_keys, call.new_values, params)
         if index == len(self.attention_layers) - 1 and all(extra.call_is_over for extra in self.extras):
             self.end_call()
@@ -178,33 +236,65 @@ class KVCache(Cache):
                 sequence.fail(error)
         return no_attention(queries, values, params) if out is None else out
 
+    def _attend_tables(
+        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
+    ) -> Tensor:
+        """Attention of decoded tokens: the rows of every table at once, and each of the others by itself."""
+        new = queries, keys, values
+        if len(self._held) == 1 and not self._alone:
+            ((table, rows),) = self._held
+            own = new if rows is None else tuple(x[rows] for x in new)
+            found = table.attend(index, *own, params)
+            return (
+                found
+                if rows is None or isinstance(rows, slice)
+                else torch.empty_like(found).index_copy_(0, rows, found)
+            )
+        out: Tensor | None = None
+        for table, rows in self._held:
+            found = table.attend(index, *(x if rows is None else x[rows] for x in new), params)
+            out = found.new_zeros(len(queries), *found.shape[1:]) if out is None else out
+            out[rows] = found
+        for row, sequence in self._alone:
+            found = self._attend_row(row, sequence, 1, index, *new, params)
+            assert out is not None
+            out[row : row + 1] = found
+        assert out is not None
+        return out
+
     def _attend_rows(
         self, index: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
         """Attention of a sequence in each row, whose tokens are the last columns of the call."""
-        outs, columns = [], queries.shape[2]
-        for row, (sequence, count) in enumerate(zip(self.sequences, self._counts, strict=True)):
-            own = queries, keys, values
-            if len(self.sequences) > 1:
-                own = queries[row : row + 1], keys[row : row + 1], values[row : row + 1]
-            out = None
-            try:
-                for span in sequence.spans if sequence.error is None else ():
-                    first = columns - count + span.start - sequence.spans[0].start
-                    here = slice(first, first + span.end - span.start)
-                    whole = here == slice(0, columns)
-                    some = own if whole else (own[0][:, :, here], own[1][:, :, here], own[2][:, :, here])
-                    step = append(sequence, index, span, *some, params)
-                    step.row, step.first = row, first
-                    if whole:
-                        out = self._attend_step(step)
-                        continue
-                    out = no_attention(own[0], own[2], params) if out is None else out
-                    out[:, :, here] = self._attend_step(step)
-            except Exception as error:
-                sequence.fail(error)
-            outs.append(no_attention(own[0], own[2], params) if out is None else out)
+        rows = enumerate(zip(self.sequences, self._counts, strict=True))
+        new = queries, keys, values, params
+        outs = [self._attend_row(row, sequence, count, index, *new) for row, (sequence, count) in rows]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend_row(
+        self, row: int, sequence: Sequence, count: int, index: int, queries: Tensor, keys: Tensor, values: Tensor,
+        params: AttentionParams,
+    ) -> Tensor:  # fmt: skip
+        """Attention [1,H_q,M,D] of the last `count` columns of a row."""
+        out, columns, own = None, queries.shape[2], (queries, keys, values)
+        if len(queries) > 1:
+            own = queries[row : row + 1], keys[row : row + 1], values[row : row + 1]
+        try:
+            for span in sequence.spans if sequence.error is None else ():
+                first = columns - count + span.start - sequence.spans[0].start
+                here = slice(first, first + span.end - span.start)
+                whole = here == slice(0, columns)
+                some = own if whole else (own[0][:, :, here], own[1][:, :, here], own[2][:, :, here])
+                step = append(sequence, index, span, *some, params)
+                step.row, step.first = row, first
+                if whole:
+                    out = self._attend_step(step)
+                    continue
+                out = no_attention(own[0], own[2], params) if out is None else out
+                out[:, :, here] = self._attend_step(step)
+        except Exception as error:
+            sequence.fail(error)
+        return no_attention(own[0], own[2], params) if out is None else out
 
     def _attend_step(self, step: Step) -> Tensor:
         """Attend and evict, in the order of the schedule."""
@@ -236,16 +326,42 @@ class KVCache(Cache):
         self._begin_rows(rows)
         for extra in self.extras:
             extra.begin_call(self.sequences, mask)
+        if new > 1 or mask is not None or self.one_prompt:
+            leave_tables(self.sequences)
+        elif not self._rows:
+            self._enter_tables()
         self._counts = [new] * rows if mask is None else mask.sum(-1).tolist()
-        for sequence, count in zip(self.sequences, self._counts, strict=True):
-            if sequence.error is None:
+        for sequence, count in zip(self._rows or self.sequences, self._counts, strict=True):
+            if sequence is not None and sequence.error is None and sequence.table is None:
                 try:
                     sequence.begin_call(count, new, self._is_user_defined)
                 except Exception as error:
                     sequence.fail(error)
+        self._place_rows(queries.device)
+
+    def _place_rows(self, device: torch.device) -> None:
+        """The rows of the call that each table has, None for all of them, and those of sequences without a table."""
+        order = self._rows or list(self.sequences)
+        row_of, begin = {sequence: row for row, sequence in enumerate(order) if sequence is not None}, 0
+        self._held = []
+        for table in self.tables if any(one.table is not None for one in self.sequences) else ():
+            own, rows = table.rows, range(begin, begin + len(table.rows))
+            if self._rows:  # padding included, table by table
+                begin = rows.stop
+            else:
+                rows = [row_of[sequence] for sequence in own]
+            first, last = min(rows), max(rows)
+            if list(rows) == list(range(first, last + 1)):
+                self._held.append((table, None if len(own) == len(order) else slice(first, last + 1)))
+            else:
+                self._held.append((table, torch.tensor(rows, device=device)))
+        self._alone = [(row_of[one], one) for one in self.sequences if one.table is None] if self._held else []
 
     def end_call(self) -> None:
         """End a call after its last layer: carry out the evictions and check the budgets."""
+        for table, _ in self._held:
+            table.end_call()
+        self._rows, self._held = [], []
         for sequence in self.sequences:
             sequence.before = sequence.columns
         self._evictions.end_call()
@@ -253,7 +369,7 @@ class KVCache(Cache):
 
     def _finish(self, sequences: List[Sequence]) -> None:
         """The evictions of a call are done: check the budgets."""
-        for sequence in [one for one in sequences if one.error is None and one.end_call()]:
+        for sequence in [one for one in sequences if one.error is None and one.needs_check()]:
             try:
                 check_call(sequence)
             except Exception as error:
@@ -274,6 +390,7 @@ class KVCache(Cache):
         for policy in (sequence.policy for sequence in self.sequences if sequence.policy.evicts):
             check_next_prompt(policy.name, policy.store, policy.allocator)
         self._evictions.end_call()
+        leave_tables(self.sequences)
         if not any(sequence.started for sequence in self.sequences) and self._prompt_length is None:
             self._prompt_length, self._question = length, question  # of as many sequences as the first call brings
             count = len(length) if isinstance(length, List) else len(self.sequences)
@@ -375,6 +492,14 @@ class KVCache(Cache):
         Raises ScoreError for NaN scores of decoding steps on a GPU.
         """
         self._evictions.end_call()
+        leave_tables(self.sequences)
         check_scores(self.sequences)
         for sequence in self.sequences:
             audit(sequence)
+
+
+def leave_tables(sequences: Iterable[Sequence]) -> None:
+    """Give sequences that decode in tables their layers back, in memory of their own."""
+    for sequence in sequences:
+        if sequence.table is not None:
+            sequence.table.free(sequence)

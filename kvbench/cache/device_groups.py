@@ -54,9 +54,9 @@ def exact_state(layers: List[Layer]) -> dict[str, Tensor]:
     return found
 
 
-def follow(sequence: Sequence, steps: int, state: Mapping[str, Tensor]) -> None:
+def follow(sequence: Sequence, layers: List[Layer], steps: int, state: Mapping[str, Tensor]) -> None:
     """Bring the layers of a sequence up to date after some steps: their bytes, and `STATE` of its row, [L,...]."""
-    stores = [layer.store for layer in sequence.layers if isinstance(layer.store, GroupSlots)]
+    stores = [layer.store for layer in layers if isinstance(layer.store, GroupSlots)]
     for index in count_bytes(stores, steps):
         sequence.note_bytes(index)
     for index, store in enumerate(stores):

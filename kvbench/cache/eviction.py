@@ -1,27 +1,28 @@
 """Evictions: which are due, when they are carried out, and how.
 
-Which: after a step, every layer with more tokens than its budget, if the schedule evicts. When: at once; at the end of
-the call, so that all layers that evict one token do it as one batch; or when an extra says so. How: score, rank,
-select, and then either overwrite the slot of one token (`evict_one`) or compact the layer (`compact`).
+Which: after a step, every layer with more tokens than its budget, if the schedule evicts. When: at once, or when an
+extra says so. How: score, rank, select, and compact the layer. Sequences that evict one token after each decoded one
+are in a table, whose groups overwrite the slot of the evicted token (`kvbench.cache.group`).
 
-Shapes: n rows, each a layer of a sequence, H_kv KV heads, T slots of the longest row, D head dim.
+Shapes: H_kv KV heads, T slots, D head dim.
 """
 
 from collections.abc import Sequence as List
 
-import torch
 from torch import Tensor
 
 from kvbench.cache.extra import Extra, When
 from kvbench.cache.rerotate import close_gaps
-from kvbench.cache.rows import PaddedRows, Rows, batches, key, note_nan
 from kvbench.cache.step import Step
-from kvbench.policies.mergers.merger import Eviction, OneEviction
+from kvbench.policies.mergers.merger import Eviction
 from kvbench.policies.observation import Observation
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.paged import PagedStore
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore
+
+READ_AT_ONCE = ("cpu",)
+"""Types of devices whose numbers the host reads without a wait."""
 
 
 class Evictions:
@@ -30,21 +31,16 @@ class Evictions:
     def __init__(self, extras: List[Extra]) -> None:
         self._extras = extras
         self._delayed: list[Step] = []  # by an extra, until the end of the call
-        self._end_of_call: list[Step] = []
         self._unsettled: list[Step] = []  # evicted, but their queries have not attended yet
 
     def add(self, step: Step) -> None:
         """Evict after a layer has attended, or as soon as all inputs of the eviction are known."""
-        step.in_place = step.phase == "decode" or (step.is_alike and step.layer.compacted)
         when = self._when(step)
         if when == "end of call":
             self._delayed.append(step)
             return
         if when == "now" and step.observed:
-            if step.evicts_one:  # as a row of one batch with other layers
-                self._end_of_call.append(step)
-                return
-            evict([step])
+            evict(step)
         if step.policy.schedule.order == "attend_then_evict":
             step.settle()
         else:
@@ -62,9 +58,7 @@ class Evictions:
                 self.add(step)
             except Exception as error:
                 step.sequence.fail(error)
-        due, self._end_of_call = self._end_of_call, []
-        evict(due)
-        due, self._unsettled = [*due, *self._unsettled], []
+        due, self._unsettled = self._unsettled, []
         for step in due:
             if step.sequence.error is None:
                 step.settle()
@@ -75,38 +69,25 @@ class Evictions:
             if step.sequence.error is None:
                 try:
                     if self._when(step) == "now":
-                        evict([step])
+                        evict(step)
                 except Exception as error:
                     step.sequence.fail(error)
                 step.settle()
 
 
-def evict(due: List[Step]) -> None:
-    """Evict down to the budgets: equal layers as rows of one batch.
-
-    An error ends the sequences of its batch if they are `isolated`; else it is raised.
-    """
-    equal: dict[object, list[Step]] = {}
-    for step in due:
-        try:
-            observe(step)
-            step.excess = excess_of(step)
-            if step.excess > 0:
-                alike = len(due) > 1 and step.excess == 1
-                equal.setdefault(key(step) if alike else step, []).append(step)
-        except Exception as error:
-            step.sequence.fail(error)
-    for alike_steps in equal.values():
-        for some in batches(alike_steps):
-            try:
-                if some[0].excess > 1 or not some[0].in_place:
-                    assert len(some) == 1, "layers that evict several tokens are evicted one by one"
-                    _evict_several(some[0])
-                else:
-                    evict_one(PaddedRows(some))
-            except Exception as error:
-                for step in some:
-                    step.sequence.fail(error)
+def evict(step: Step) -> None:
+    """Evict down to the budget of a layer."""
+    observe(step)
+    excess = excess_of(step)
+    if excess == 0:
+        return
+    seen, layer, policy = step.observation, step.layer, step.policy
+    layer.count -= excess
+    ranking = policy.rank(seen, layer.store.state)
+    note_nan(step, ranking)
+    kept = compact(step, ranking, layer.count, excess, seen)
+    if kept is not None and policy.scorer is not None and policy.needs.kept:
+        policy.scorer.selected(seen, kept)
 
 
 def excess_of(step: Step) -> int:
@@ -127,40 +108,21 @@ def observe(step: Step) -> None:
             step.layer.memory |= seen.memory
 
 
-# --- one token of every row ------------------------------------------------------------------------------------------
-def evict_one(rows: Rows) -> None:
-    """Evict one token per KV head from every row that is over its budget; the next token overwrites its slot."""
-    policy, seen, state = rows.policy, rows.observation, rows.state
-    ranking = policy.rank(seen, state)
-    rows.note_nan(ranking)
-    slots, evicting = ranking.victim(), rows.evicting
-    if policy.merger.merges:
-        memory = rows.memory
-        going = None if evicting is None else evicting[:, None, None]
-        eviction = OneEviction(rows.layer, seen.phase, *rows.vectors, seen.positions, state, slots, going, rows.packed)
-        merged = policy.merger.absorb_one(eviction, memory)
-        rows.store_memory(memory)
-        if merged is not None:
-            assert merged.bias is None, "mergers fit a bias only if several tokens are evicted"
-            rows.write(merged.slots, merged.keys, merged.values)
-    if policy.scorer is not None and policy.needs.kept:
-        stays = torch.zeros_like(slots, dtype=torch.bool)
-        if evicting is not None:
-            stays |= ~evicting[:, None, None]
-        policy.scorer.selected(seen, ranking.occupied.scatter(-1, slots, stays))
-    rows.release(slots)
+def note_nan(step: Step, ranking: Ranking) -> None:
+    """Note a NaN score. The call continues for the other sequences and ends with an error.
 
-
-# --- several tokens of a layer ---------------------------------------------------------------------------------------
-def _evict_several(step: Step) -> None:
-    """Score and evict down to the budget of a layer."""
-    seen, layer, policy = step.observation, step.layer, step.policy
-    layer.count -= step.excess
-    ranking = policy.rank(seen, layer.store.state)
-    note_nan([step], ranking)
-    kept = compact(step, ranking, layer.count, step.excess, seen)
-    if kept is not None and policy.scorer is not None and policy.needs.kept:
-        policy.scorer.selected(seen, kept)
+    The host does not wait for a GPU here: flags of a prompt are read at the end of its call, others by the audit.
+    """
+    later = ranking.scores.device.type not in READ_AT_ONCE
+    if not later and not bool(ranking.scores.sum().isnan()):  # a tenth of the time of checking each score
+        return
+    sequence, index, flag = step.sequence, step.layer.index, ranking.broken
+    if later:
+        flags = sequence.nan_flags
+        own = flag if step.phase == "prompt" else flag.clone()  # of a block, it is written to
+        flags[index] = flag | flags[index] if index in flags else own
+    elif bool(flag) and sequence.nan_layer is None:
+        sequence.nan_layer = index
 
 
 def compact(

@@ -2,10 +2,8 @@
 
 from torch import Tensor
 
-from kvbench.cache.eviction import evict
-from kvbench.cache.extra import Caller, Extra, When
+from kvbench.cache.extra import Caller, Extra
 from kvbench.cache.hook import LayerCall, expect_expanded
-from kvbench.cache.step import Step
 from kvbench.policies.latents import check_latents
 from kvbench.policies.policy import Policy
 
@@ -19,9 +17,3 @@ class LatentLayers(Extra):
     def new_call(self, cache: Caller, index: int, place: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         expect_expanded(LayerCall(cache, index, keys, values))
         return keys, values
-
-    def before_eviction(self, step: Step) -> When:
-        if not step.evicts_one:
-            return "now"
-        evict([step])  # not later: latents expanded in all layers would need more memory than the cache
-        return "later"

@@ -4,9 +4,8 @@ Shapes: H_kv KV heads, T slots.
 """
 
 from kvbench.cache.cascade import OnItsWay, can_cut, cut_to_shares, on_its_way
-from kvbench.cache.eviction import compact, excess_of, observe
+from kvbench.cache.eviction import compact, excess_of, note_nan, observe
 from kvbench.cache.extra import Extra, When
-from kvbench.cache.rows import note_nan
 from kvbench.cache.step import Step
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.allocators.threshold import Threshold
@@ -28,7 +27,7 @@ class MeasuredBudgets(Extra):
 
     def before_eviction(self, step: Step) -> When:
         allocator = step.policy.allocator
-        if not step.observed or step.evicts_one:
+        if not step.observed:
             return "now"
         if isinstance(allocator, Threshold):
             _evict_below(step, allocator)
@@ -44,7 +43,7 @@ class MeasuredBudgets(Extra):
     def _rank(self, step: Step, allocator: StatisticAllocator | JointAllocator) -> None:
         layer, last = step.layer, step.layer.index == len(step.sequence.layers) - 1
         layer.ranking = step.policy.rank(step.observation, layer.store.state)
-        note_nan([step], layer.ranking)
+        note_nan(step, layer.ranking)
         layer.unsettled = True
         if isinstance(allocator, StatisticAllocator):
             statistic = on_its_way(allocator.measure(step.observation, layer.store.state))
@@ -71,7 +70,7 @@ def _evict_below(step: Step, allocator: Threshold) -> None:
     if not step.span.evicts:
         return
     ranking = step.policy.rank(step.observation, step.layer.store.state)
-    note_nan([step], ranking)
+    note_nan(step, ranking)
     ranking = allocator.marked(ranking)
     counts, held = ranking.protected.sum(-1), ranking.occupied.sum(-1)
     excess = int((held - counts).max())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from functools import cached_property
 from operator import gt
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,16 @@ from kvbench.policies.ranking import Ranking
 from kvbench.policies.schedule import Span
 
 _RULES: dict[object, object] = {}
+
+
+class Holder(Protocol):
+    """Holds the layers of sequences that decode together (`kvbench.cache.table`)."""
+
+    def update(self, sequence: "Sequence") -> None:
+        """Bring the layers of a sequence up to date."""
+
+    def free(self, sequence: "Sequence") -> None:
+        """Give a sequence its layers back, in memory of their own."""
 
 
 class Sequence:
@@ -49,7 +60,8 @@ class Sequence:
         layout = layout_of(config)
         self.policy, self.row, self.names = policy, row, layout.attention
         self.budgets = Budgets(policy, len(self.names))
-        self.layers = [Layer(policy, index) for index in range(len(self.names))]
+        self._layers = [Layer(policy, index) for index in range(len(self.names))]
+        self.table: Holder | None = None
         self.seen = self.columns = self.before = self.passed = self.passes = 0
         self.passed_entries = 0.0
         self.started = False
@@ -72,6 +84,13 @@ class Sequence:
         self._last = 0  # columns of the last call
         self.clock: Tensor | None = None  # [1] tokens seen, on the device, while a block is recorded
         self._places: dict[tuple[Span, torch.device], tuple[Tensor, Tensor]] = {}
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The contents of every layer."""
+        if self.table is not None:
+            self.table.update(self)
+        return self._layers
 
     @cached_property
     def rule(self) -> object:
@@ -101,6 +120,11 @@ class Sequence:
     def in_prompt(self) -> bool:
         """Whether the next tokens belong to a prompt."""
         return not self.started or self.seen < self.budgets.prompt
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the next token is a decoded one, after which evictions follow the rule for decoded tokens."""
+        return self.columns > 1 and self.started and self.seen >= self.budgets.prompt + self.policy.schedule.late
 
     @property
     def at_budget(self) -> bool:
@@ -154,7 +178,7 @@ class Sequence:
         self.shared |= self.given
         self.given = {}
         first, schedule = self.seen, self.policy.schedule
-        if count == columns == 1 and self.columns > 1 and first >= self.budgets.prompt + schedule.late:
+        if count == columns == 1 and self.decodes:
             self.spans = [Span(first, first + 1, True, schedule.decode != "grow", "decode")]
         else:
             if not self.started:  # without a given length the first call is the whole prompt
@@ -208,7 +232,7 @@ class Sequence:
             )
 
     def tick(self, steps: int) -> None:
-        """Count decoding steps that a `DeviceBatch` took: one token in each."""
+        """Count decoding steps of its table: one token in each."""
         self.seen += steps
         self.columns += steps
         self.before = self.columns
@@ -222,8 +246,8 @@ class Sequence:
             self._places[span, device] = positions, positions[0, -1:] + 1  # a new tensor would make the host wait
         return self._places[span, device]
 
-    def end_call(self) -> bool:
-        """The evictions of a call are done. Returns whether the audit has to look at it.
+    def needs_check(self) -> bool:
+        """End a call, whose evictions are done. Returns whether the audit has to look at the sequence.
 
         It has to if a layer holds more tokens than its policy promised, if a score was NaN, or if a GPU has flags of a
         complete prompt.
@@ -231,7 +255,7 @@ class Sequence:
         self.shared.clear()
         flagged = bool(self.nan_flags) and any(span.phase == "prompt" for span in self.spans)
         self.spans = []
-        if self.policy.scorer is not None and self.started:
+        if self.policy.scorer is not None and self.started and self.table is None:
             held = (layer.count for layer in self.layers)
             if any(map(gt, held, self.budgets.promise(self.seen))):
                 return True

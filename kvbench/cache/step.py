@@ -41,8 +41,7 @@ class Step:
     of this step, in order, for every head. alone: the step is the whole call of the model. row, first: the row of the
     call with these tokens, and the column of the first of them. observed: the policy observes it, with the queries and
     positions of `window`. known: values that were computed for another policy in the same step. pages: for sparse
-    attention. in_place: an evicted token leaves its slot to the next one; a prompt's first eviction compacts the layer,
-    and so does every eviction after which it grows. excess: tokens per KV head to evict.
+    attention.
     """
 
     queries: Tensor
@@ -63,8 +62,6 @@ class Step:
     policy: Policy = field(kw_only=True, repr=False)
     sequence: Sequence = field(kw_only=True, repr=False)
     layer: Layer = field(kw_only=True, repr=False)
-    in_place: bool = False
-    excess: int = 0
     _observation: Observation | None = field(default=None, repr=False)
     _attended: LayerStore | None = field(default=None, init=False, repr=False)
 
@@ -85,22 +82,6 @@ class Step:
         if not span.evicts or self.policy.scorer is None:
             return 0
         return budgets.shares[index] if span.phase == "decode" else budgets.within(index, span.end)
-
-    @property
-    def is_alike(self) -> bool:
-        """Whether layers of this policy evict alike: their KV heads have slots of equal number."""
-        ragged = isinstance(self.layer.store, SlotStore) and self.layer.store.starts is not None
-        return self.policy.layers_alike and not (ragged or self.policy.allocator.per_head)
-
-    @property
-    def evicts_one(self) -> bool:
-        """Whether the step evicts at most one token in place.
-
-        In a prompt only if the layer has its final size: before, it may hold many more tokens than its budget.
-        """
-        single = self.observed and self.alone and self.queries.shape[2] == 1
-        dense = isinstance(self.layer.store, SlotStore) and self.layer.store.starts is None
-        return single and dense and self.in_place and self.policy.layers_alike
 
     # --- latents -----------------------------------------------------------------------------------------------------
     @property

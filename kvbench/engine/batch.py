@@ -1,38 +1,32 @@
 """The decode batch: sequences of any policy, budget, length and example take their decoding steps together.
 
-On a GPU, the sequences of each format of stores are in a `DeviceBatch`, whose steps may be recorded as CUDA graphs; all
-others, and all on a CPU, are in a plain cache. Each of these is one call of the model. Each sequence has the same
-tokens, kept positions, bytes and audit as in a batch of one: exactly on a CPU, and up to the rounding of its kernels
-on a GPU.
+All sequences are in one cache, so that a step is one call of the model. If steps are recorded as CUDA graphs, those of
+sequences that cannot be recorded are a second call, of a cache of their own. Each sequence has the same tokens, kept
+positions, bytes and audit as in a batch of one: exactly on a CPU, and up to the rounding of its kernels on a GPU.
 
 Shapes: S sequences, T prompt tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import BudgetError, KVCache, ScoreError
 from kvbench.cache.copies import empty_like
-from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.families import layout_of
+from kvbench.cache.joining import can_join
 from kvbench.cache.pre_passes import rate
 from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompt
 from kvbench.engine.recorded_blocks import BlockRecorder
 from kvbench.engine.sequence import History, LiveSequence, Request, advance
-from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.selections.fair import Fair
-
-Decode = Callable[[Tensor, Tensor, KVCache], Tensor]
 
 
 class DecodeBatch:
@@ -43,11 +37,11 @@ class DecodeBatch:
 
     def __init__(self, model: PreTrainedModel, cuda_graph: bool = False, strict: bool = True) -> None:
         self._model = model
-        self._cuda_graph, self._strict = cuda_graph, strict
+        self._recorder = Recorder(model, strict) if cuda_graph else None
         self._blocks = BlockRecorder(model, strict=False) if cuda_graph else None
         self._layout = layout_of(model.config)
-        self._plain: KVCache | None = None
-        self.devices: dict[DeviceBatch, Decode] = {}
+        self._cache: KVCache | None = None
+        self._recorded: KVCache | None = None  # with sequences whose steps are recorded
         self.sequences: list[LiveSequence] = []
 
     @property
@@ -58,7 +52,11 @@ class DecodeBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of all sequences, each as if it was alone."""
-        return sum(cache.nbytes for cache in (self._plain, *self.devices) if cache is not None)
+        return sum(cache.nbytes for cache in self._caches)
+
+    @property
+    def _caches(self) -> list[KVCache]:
+        return [cache for cache in (self._cache, self._recorded) if cache is not None]
 
     # --- admission -------------------------------------------------------------------------------------------------
     def can_admit(self, request: Request) -> bool:
@@ -120,31 +118,27 @@ class DecodeBatch:
                 _audit(sequence)
                 continue
             assert sequence.cache is not None
-            if self._plain is None:
-                self._plain = empty_like(sequence.cache)
-            self._plain.join(sequence.cache.sequences)
+            if self._cache is None:
+                self._cache = empty_like(sequence.cache)
+            self._cache.join(sequence.cache.sequences)
             self.sequences.append(sequence)
 
     # --- decoding --------------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def step(self) -> list[LiveSequence]:
         """Append the last token of every sequence and choose its next one. Returns the sequences that finish."""
-        assert self._plain is not None, "no sequence is in flight"
+        assert self._cache is not None, "no sequence is in flight"
         outgrown = [sequence for sequence in self.sequences if self._outgrows(sequence)]
         if outgrown:
             return self._restart(outgrown)
-        live = {sequence.held: sequence for sequence in self.sequences}
-        plain = self._plain
         try:
-            if use_triton(self.sequences[0].request.input_ids) and self._model.dtype != torch.float64:
-                self._move_to_device(plain)
-            if plain.sequences:
-                self._decode(plain, [live[one] for one in plain.sequences], partial(next_logits, self._model))
-            for batch, decode in self.devices.items():
-                if batch.sequences:
-                    self._decode(batch, [None if one is None else live[one] for one in batch.rows], decode)
+            if self._recorder is not None:
+                self._separate(self._cache)
+            for cache in self._caches:
+                if cache.sequences:
+                    self._decode(cache)
         except Exception as error:  # the caches are in the middle of a call
-            self._plain, self.devices = None, {}
+            self._cache = self._recorded = None
             for sequence in self.sequences:
                 sequence.error = sequence.error or error
         ended = [sequence for sequence in self.sequences if sequence.done]
@@ -153,19 +147,13 @@ class DecodeBatch:
             _audit(sequence)
         return ended
 
-    def _move_to_device(self, plain: KVCache) -> None:
-        """Move the sequences whose steps can be recorded into the batch of their format, and prepare all batches."""
-        waiting = list(self.devices)
-        while waiting or plain.sequences:
-            batch = waiting.pop(0) if waiting else DeviceBatch(plain.config)
-            batch.admit(plain.sequences)
-            taken = set(batch.sequences)
-            if not taken and batch not in self.devices:
-                return
-            plain.sequences[:] = [one for one in plain.sequences if one not in taken]
-            if batch not in self.devices:
-                eager = partial(next_logits, self._model)
-                self.devices[batch] = Recorder(self._model, self._strict) if self._cuda_graph else eager
+    def _separate(self, cache: KVCache) -> None:
+        """Move the sequences whose steps can be recorded into a cache of their own."""
+        joining = [sequence for sequence in cache.sequences if can_join(sequence)]
+        if self._recorded is None:
+            self._recorded = empty_like(cache)
+        cache.sequences[:] = [sequence for sequence in cache.sequences if sequence not in joining]
+        self._recorded.join(joining)
 
     def _outgrows(self, sequence: LiveSequence) -> bool:
         """Whether the text so far must be computed again (`kvbench.cache.families.AGAIN`)."""
@@ -192,31 +180,33 @@ class DecodeBatch:
         self.start(sequences)
         return [sequence for sequence in sequences if sequence.done]
 
-    def _decode(self, cache: KVCache, rows: Sequence[LiveSequence | None], logits_of: Decode) -> None:
-        """One call of the model for the sequences of a cache; None: a row is padding."""
-        live = {row: sequence for row, sequence in enumerate(rows) if sequence is not None}
+    def _decode(self, cache: KVCache) -> None:
+        """One call of the model for the sequences of a cache."""
+        live = {sequence.held: sequence for sequence in self.sequences}
+        rows = [None if held is None else live[held] for held in cache.begin_step(pads=cache is self._recorded)]
         device = self.sequences[0].request.input_ids.device
         tokens = torch.tensor([[0 if one is None else one.tokens[-1]] for one in rows], device=device)
         places = torch.tensor([[0 if one is None else one.position] for one in rows], device=device)
-        for row, sequence in live.items():
+        found = {row: sequence for row, sequence in enumerate(rows) if sequence is not None}
+        for row, sequence in found.items():
             if sequence.logits is not None:
                 rate(sequence.held, sequence.logits, tokens[row : row + 1])
-        logits = logits_of(tokens, places, cache)
-        for sequence in live.values():
+        if self._recorder is not None and cache is self._recorded and cache.recordable:
+            logits = self._recorder(tokens, places, cache)
+        else:
+            logits = next_logits(self._model, tokens, places, cache)
+        for sequence in found.values():
             sequence.error = sequence.held.error
-        advance(list(live.values()), logits if len(live) == len(rows) else logits[list(live)])
+        advance(list(found.values()), logits if len(found) == len(rows) else logits[list(found)])
 
     @torch.inference_mode()
     def drop(self, sequences: Collection[LiveSequence]) -> None:
         """Remove sequences from the batch; each has its own cache then."""
         for sequence in sequences:
             self.sequences.remove(sequence)
-            held = sequence.held
-            if self._plain is not None and held in self._plain.sequences:
-                self._plain.sequences.remove(held)
-            for batch in self.devices:
-                if held in batch.sequences:
-                    batch.free(held)
+            for cache in self._caches:
+                if sequence.held in cache.sequences:
+                    cache.release(sequence.held)
 
 
 def _new_sequence(request: Request, policy: Policy) -> LiveSequence:

@@ -1,7 +1,7 @@
 """CUDA graphs of decoding steps: a step is recorded once and replayed for every token after it.
 
-Everything that a step changes is in the memory of the device (`kvbench.cache.device_batch`), so that only the count of
-tokens is left for the host. Steps are recorded anew if the batch changes its `version`; the first step after that is
+Everything that a step changes is in the memory of the device (`kvbench.cache.table`), so that only the count of
+tokens is left for the host. Steps are recorded anew if the cache changes its `version`; the first step after that is
 called, so that all kernels are compiled and all constants are on the device.
 
 Shapes: P rows of a step, V vocabulary.
@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.device_batch import DeviceBatch
 from kvbench.engine.logits import next_logits
 from kvbench.errors import first_line
 
@@ -52,29 +51,28 @@ class Recorder(GraphRecorder):
 
     def __init__(self, model: PreTrainedModel, strict: bool = True) -> None:
         super().__init__(model, strict)
-        self._called: tuple[object, ...] = ()  # the batch of the last step, and its version
+        self._called: tuple[object, ...] = ()  # the cache of the last step, and its version
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, tokens: Tensor, places: Tensor, batch: KVCache) -> Tensor:
+    def __call__(self, tokens: Tensor, places: Tensor, cache: KVCache) -> Tensor:
         """The logits [P,V] after tokens [P,1] at places [P,1]; valid until the next step."""
-        assert isinstance(batch, DeviceBatch)
-        if self._called != (batch, batch.version):
-            self._called, self._graph = (batch, batch.version), None
+        if self._called != (cache, cache.version):
+            self._called, self._graph = (cache, cache.version), None
         elif self._graph is None and not self.failed:
-            self._graph = self._record(batch, tokens)
+            self._graph = self._record(cache, tokens)
         if self._graph is None:
-            return next_logits(self._model, tokens, places, batch)
+            return next_logits(self._model, tokens, places, cache)
         self._tokens.copy_(tokens)
         self._graph.replay()
-        batch.count(1)
+        cache.count(1)
         return self._logits
 
-    def _record(self, batch: DeviceBatch, tokens: Tensor) -> torch.cuda.CUDAGraph | None:
+    def _record(self, cache: KVCache, tokens: Tensor) -> torch.cuda.CUDAGraph | None:
         """Record a step, which computes nothing; None after a warning if that failed."""
-        self._tokens, graph, seen = tokens.clone(), torch.cuda.CUDAGraph(), batch.seen
+        self._tokens, graph, seen = tokens.clone(), torch.cuda.CUDAGraph(), cache.seen
         try:
             with self.capture(graph, "a decoding step", "steps"):
-                self._logits = next_logits(self._model, self._tokens, batch.positions, batch)
+                self._logits = next_logits(self._model, self._tokens, cache.next_positions, cache)
         finally:
-            batch.count(seen - batch.seen)
+            cache.count(seen - cache.seen)
         return None if self.failed else graph

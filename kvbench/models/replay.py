@@ -3,8 +3,8 @@
 import torch
 from transformers import PreTrainedConfig
 
-from kvbench.cache.arena import steps_alike
 from kvbench.cache.families import layout_of, name_of
+from kvbench.cache.joining import steps_alike
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 

@@ -161,6 +161,10 @@ class ThresholdedMerge(Merger):
                 why=f"gives every token the same weight and cannot be combined with weight={self.weight}",
             )
 
+    @property
+    def remembers(self) -> bool:
+        return self.ema
+
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
         (kept, evicted), whole = eviction.in_order, eviction.sizes is not None  # whole: there is no padding
         if not evicted.slots.shape[-1] or not kept.slots.shape[-1]:

@@ -139,6 +139,11 @@ class Merger:
     merges: ClassVar[bool] = True
     """Whether kept keys or values may change at an eviction."""
 
+    @property
+    def remembers(self) -> bool:
+        """Whether `memory` has data from the first eviction on."""
+        return False
+
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
         """Return new contents of kept slots, or None if nothing changes. May update only `memory`."""
         return None

@@ -129,9 +129,6 @@ class ColumnLayer(LayerStore):
         assert bias is None, "only exact stores hold a bias"
         self._exact().write(slots, keys, values)
 
-    def release(self, slots: Tensor) -> None:
-        self._exact().release(slots)
-
     def _exact(self) -> SlotStore:
         assert self.dense is not None, "tokens in quantised groups cannot be evicted or changed one by one"
         return self.dense

@@ -99,6 +99,10 @@ class GroupSlots(SlotStore):
         """The places of tokens from number `first` on."""
         return torch.arange(first, self.used, device=self.coded.device) % self.codec.most_exact
 
+    @property
+    def like(self) -> Tensor:
+        return self.exact[EXACT[0]]
+
     # --- as a layer ------------------------------------------------------------------------------------------------
     def columns(self) -> ColumnLayer:
         """The layer as it would be without the batch, before it settles; `exact` and `memory` must be up to date."""

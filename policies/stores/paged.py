@@ -46,6 +46,10 @@ class PagedStore(SlotStore):
         super().__init__(keys, values, statistics, width)
         self.how = how
 
+    @property
+    def step_format(self) -> None:
+        """Pages are moved and freed one by one."""
+
     def keep(self, mask: Tensor, spare: int, count: int | None = None) -> Tensor:
         page = self.how.page
         if self.how.free == "compact" or mask.is_meta:
@@ -58,13 +62,6 @@ class PagedStore(SlotStore):
         self.positions.masked_fill_(~(mask & held).gather(-1, slots), -1)
         self._packed = self._ascending = bool((self.positions >= 0).all())
         return slots
-
-    def release(self, slots: Tensor) -> None:
-        if self.how.free == "compact":
-            super().release(slots)
-            return
-        going = torch.zeros_like(self.positions, dtype=torch.bool).scatter_(-1, slots, True)
-        self.keep((self.positions >= 0) & ~going, 0)
 
     def _gather(self, mask: Tensor, most: int, spare: int, even: bool) -> Tensor:
         """Move whole pages to the front, in their order, with the empty slots inside."""

@@ -166,6 +166,17 @@ class SlotStore(LayerStore):
         """One of the tensors of the memory, for its number of slots."""
         return next(iter(self.memory.values()))
 
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the model's dtype on the device of the slots."""
+        return self.memory["keys"]
+
+    def grown(self, used: int, taken: int, free: Tensor | None, counts: Tensor | None) -> None:
+        """Note that new tokens took slots: `used` are in use now, `taken` more than before; see `with_memory`."""
+        self.use(used, self.room - taken)
+        self.free, self.counts = free, counts
+        self._packed = free is None and self.starts is None
+
     def use(self, slots: int, room: int) -> None:
         """Set the number of slots in use, and of those after them."""
         self.used, self.room = slots, room
@@ -297,15 +308,6 @@ class SlotStore(LayerStore):
             self.lent = False
         new = {"keys": keys.to(self.memory["keys"].dtype), "values": values.to(self.memory["values"].dtype)}
         self._put(slots, new, all_names=False)
-
-    def release(self, slots: Tensor) -> None:
-        if self.starts is not None:
-            self.memory["positions"][self.starts[..., None] + slots] = -1
-            self.free = slots
-            return
-        self._store_positions()
-        self.memory["positions"].scatter_(-1, slots, -1)
-        self.free, self._packed = slots if self._packed else None, False
 
     def keep(self, mask: Tensor, spare: int, count: int | None = None) -> Tensor:
         self._even_out()

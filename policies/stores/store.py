@@ -86,10 +86,6 @@ class LayerStore(ABC):
         """
 
     @abstractmethod
-    def release(self, slots: Tensor) -> None:
-        """Empty one slot per KV head, [1,H,1], which the next token overwrites."""
-
-    @abstractmethod
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
         """Replace keys and values [1,H,n,D] at slots [1,H,n] (merging); positions and statistics stay.
 

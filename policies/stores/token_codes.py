@@ -45,6 +45,10 @@ class TokenCodeLayer(SlotStore):
         return (self.codec, *dims) if fitting else None
 
     @property
+    def like(self) -> Tensor:
+        return self._like[0]
+
+    @property
     def step_nbytes(self) -> int:
         """Bytes of the exact token of a decoding step: key, value and position."""
         return 8 + sum(x.shape[1] * x.shape[-1] * x.itemsize for x in self._like)
@@ -152,6 +156,15 @@ class TokenCodeLayer(SlotStore):
         )  # fmt: skip
         rotation = self.codec.rotation(out)
         return (out if rotation is None else out @ rotation.mT).to(queries.dtype)
+
+    def attend_newest(
+        self, queries: Tensor, positions: Tensor, how: AttentionParams, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """`attend` of a token whose codes are stored already, and whose key and value are exact until the step ends."""
+        self._fresh = (keys, values, positions)
+        out = self.attend(queries, positions, how)
+        assert out is not None, "the slots hold codes"
+        return out
 
     def _attend_in_kernel(self, queries: Tensor, positions: Tensor, how: AttentionParams, exact: Outliers) -> Tensor:
         """Attention of one query over the memory as flat segments; its token was encoded by `append`."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.hook import prepare
 from kvbench.cache.views import KVLayer
 from kvbench.engine.batch import DecodeBatch
@@ -96,8 +95,6 @@ def run_greedy(
     ids, mask = left_padded(prompts)
 
     def note(cache: KVCache) -> None:
-        if isinstance(cache, DeviceBatch):
-            cache.update_lengths()
         calls.append((kept_now(cache), [(one.budgets.prompt, one.seen) for one in cache.sequences]))
 
     with noting(model, note):

@@ -1,0 +1,129 @@
+"""Steps of a table in PyTorch: each row reads views of its own slots, whose numbers the host knows.
+
+Shapes: L layers, P rows of a step, k layers and b rows of a group, n = k * b, H_q query heads, H KV heads, T slots of
+the longest row, D head dim.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.attend.backend import Backend, GroupSlots, LayerStep, Segments
+from kvbench.cache.layer import Layer
+from kvbench.cache.memory import FlatMemory, slot_store
+from kvbench.kernels.prompt import masked_attention
+from kvbench.kernels.references import append, attention_logits, decode_attention_flat_ref, grouped_attention
+from kvbench.policies.mergers.merger import Vectors
+from kvbench.policies.observation import AttentionParams, known_weights
+from kvbench.policies.stores.coding import Coding
+from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.slots import padded
+from kvbench.policies.stores.token_codes import TokenCodeLayer, encoded
+
+
+class TorchBackend(Backend):
+    """Attention of each row by itself: rows differ in length, and their slots are used where they are."""
+
+    workspace = 2**23
+    growth = 1.0
+    reads_at_once = True
+
+    def __init__(self) -> None:
+        self._layers: List[List[Layer]] = []  # of every row
+        self._counts: list[list[list[int]]] = []  # [L][P][H]
+        self._positions: list[int] = []  # of the next token of every row
+        self._weights: dict[tuple[int, int], Tensor] = {}  # [1,H,G,1,T] by layer and row
+
+    def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: List[List[Layer]]) -> None:
+        self._layers, self._weights = layers, {}
+        self._counts, self._positions = lengths["counts"].tolist(), lengths["next"].flatten().tolist()
+        for row, own in enumerate(layers):
+            for index, layer in enumerate(own):
+                slot_store(layer).used = max(self._counts[index][row])
+
+    def attend(
+        self, step: LayerStep, memory: FlatMemory, lengths: Mapping[str, Tensor], codec: Coding | None
+    ) -> Tensor:
+        index, outs = step.index, []
+        if codec is None:
+            new = {"keys": step.new.keys, "values": step.new.values}
+        else:
+            new = encoded(codec, step.new.keys, 0) | encoded(codec, step.new.values, 1)
+        append(memory.tensors[index], new, lengths["starts"][index], step.new.slots)
+        for row, layers in enumerate(self._layers):
+            store, here = slot_store(layers[index]), slice(row, row + 1)
+            call = step.queries[here], step.positions[here], step.params
+            if isinstance(store, TokenCodeLayer):
+                outs.append(store.attend_newest(*call, step.new.keys[here], step.new.values[here]))
+            else:
+                outs.append(self._attend_row(index, row, store, *call))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend_row(
+        self, index: int, row: int, store: SlotStore, queries: Tensor, at: Tensor, params: AttentionParams
+    ) -> Tensor:
+        """Attention of the newest query of a row over its slots, none of which is empty."""
+        if store.starts is not None:
+            flat = store.memory["keys"], store.memory["values"], at, store.memory["positions"], store.starts
+            counts = at.new_tensor([self._counts[index][row]])
+            return decode_attention_flat_ref(queries, *flat, counts, store.used, *params.for_kernels).out
+        window = params.sliding_window
+        covered = window is None or self._positions[row] < window  # the window hides no token
+        if not (covered and params.softcap is None and params.sinks is None):
+            call = queries, store.keys, store.values, at, store.positions, params.scaling, params.softcap
+            return masked_attention(*call, None if covered else window, params.sinks)
+        if window is not None or not self._layers[row][index].policy.needs.newest_row:
+            return grouped_attention(queries, store.keys, store.values, None, params.scaling)
+        weights = attention_logits(queries, store.keys, params.scaling).softmax(-1)
+        self._weights[index, row] = weights
+        return weigh(weights, store.values)
+
+    def end(self) -> None:
+        for layer in (layer for layers in self._layers for layer in layers):
+            if isinstance(layer.store, TokenCodeLayer):
+                layer.store.settle()
+        self._weights = {}
+
+    def collect_weights(self, memory: FlatMemory, heads: int) -> None:
+        """Nothing to do: the attention of rows whose policies need it is kept until the step ends."""
+
+    def slots(self, memory: FlatMemory, segments: Segments, statistics: tuple[str, ...], width: int) -> GroupSlots:
+        places = [(layer, row) for layer in segments.layers for row in range(segments.rows.start, segments.rows.stop)]
+        stores = [slot_store(self._layers[row][layer]) for layer, row in places]
+        weights = [self._weights[place] for place in places if place in self._weights]
+        return _Viewed(stores, statistics, weights if len(weights) == len(places) else [])
+
+
+class _Viewed(GroupSlots):
+    """Slots that are views of the stores; shorter ones are padded with empty slots."""
+
+    def __init__(self, stores: List[SlotStore], statistics: tuple[str, ...], weights: List[Tensor]) -> None:
+        self._stores = stores
+        self.positions = padded([store.positions for store in stores], -1)
+        states = [store.state for store in stores]
+        self.state = {name: padded([state[name] for state in states]) for name in statistics}
+        self.known = known_weights(padded(weights, dim=-1)) if weights else {}
+        self.packed = len({store.used for store in stores}) == 1 and all(store.starts is None for store in stores)
+
+    def vectors(self, name: str) -> Vectors:
+        return Vectors([getattr(store, name) for store in self._stores])
+
+    def store_state(self) -> None:
+        for name, x in self.state.items():
+            for store, part in zip(self._stores, x.split(1), strict=True):
+                state = store.state
+                state[name].copy_(part[:, :, : store.used])
+                store.state = state
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        for store, *new in zip(self._stores, *(x.split(1) for x in (slots, keys, values)), strict=True):
+            store.write(*new)
+
+
+def weigh(rows: Tensor, values: Tensor) -> Tensor:
+    """Attention output [B,H_q,m,D] of weights [B,H,G,m,T] float32 over values [B,H,T,D]."""
+    batch, heads, group, new, slots = rows.shape
+    weights = rows.view(batch * heads, group * new, slots).to(values.dtype)
+    return torch.bmm(weights, values.flatten(0, 1)).view(batch, heads * group, new, -1)

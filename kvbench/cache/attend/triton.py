@@ -1,0 +1,88 @@
+"""Steps of a table by kernels: slots are gathered by index, and no number is read by the host.
+
+Shapes: L layers, P rows of a step, k layers and b rows of a group, n = k * b, H_q query heads, H KV heads, T slots of
+the longest row, D head dim.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.attend.backend import Backend, GroupSlots, LayerStep, Segments
+from kvbench.cache.device_groups import ring_of
+from kvbench.cache.layer import Layer
+from kvbench.cache.memory import EMPTY, FlatMemory
+from kvbench.kernels.decode import decode_attention_flat
+from kvbench.policies.mergers.merger import Vectors
+from kvbench.policies.observation import known_weights
+from kvbench.policies.stores.coding import Coding
+from kvbench.policies.stores.group_slots import group_step
+from kvbench.policies.stores.token_codes import decode_step
+
+
+class TritonBackend(Backend):
+    """One launch for the attention of a layer, whatever the rows are."""
+
+    workspace = 2**29
+    growth = 1.5
+    reads_at_once = False
+
+    def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: List[List[Layer]]) -> None:
+        """Nothing to do: kernels read starts and counts on the device."""
+
+    def attend(
+        self, step: LayerStep, memory: FlatMemory, lengths: Mapping[str, Tensor], codec: Coding | None
+    ) -> Tensor:
+        index, queries, params = step.index, step.queries, step.params
+        places, tensors = (step.positions, memory.positions[index]), memory.tensors[index]
+        segments = lengths["starts"][index], lengths.get("coded", lengths["counts"])[index]
+        if codec is not None and codec.grouped:
+            ring = ring_of(lengths, index)
+            return group_step(
+                codec, queries, step.new, step.gone, tensors, ring, places, segments, step.longest, params
+            )
+        if codec is not None:
+            return decode_step(codec, queries, step.new, tensors, places, segments, step.longest, params)
+        stored = tensors["keys"], tensors["values"], *places, *segments, step.longest
+        sums = None if memory.weights is None else memory.weights[index]
+        return decode_attention_flat(queries, *stored, *params.for_kernels, sums=sums, new_tokens=step.new).out
+
+    def collect_weights(self, memory: FlatMemory, heads: int) -> None:
+        memory.collect_weights(heads)
+
+    def slots(self, memory: FlatMemory, segments: Segments, statistics: tuple[str, ...], width: int) -> GroupSlots:
+        return _Gathered(memory, segments, statistics, width)
+
+
+class _Gathered(GroupSlots):
+    """Slots that are gathered from flat memory by their index."""
+
+    def __init__(self, memory: FlatMemory, segments: Segments, statistics: tuple[str, ...], width: int) -> None:
+        there = segments.columns < segments.counts[..., None]
+        self._inside = torch.where(there, segments.starts[..., None] + segments.columns, EMPTY)  # [k,b,H,T]
+        self._tensors = [memory.tensors[layer] for layer in segments.layers]
+        where = (self._inside + memory.offsets[segments.which][..., None]).flatten(0, 1)  # in all layers, [n,H,T]
+        self._where, self._stored = where, {name: memory.statistics[name, width].flatten(0, 1) for name in statistics}
+        self.positions = memory.positions.view(-1)[where]
+        self.state = {name: x[where] for name, x in self._stored.items()}
+        self.known = {}
+        if memory.weights is not None:
+            self.known = known_weights(memory.weights.flatten(0, 1)[where].transpose(-1, -2)[:, :, :, None])
+
+    def vectors(self, name: str) -> Vectors:
+        each = zip(self._tensors, self._inside, strict=True)
+        return Vectors([torch.cat([tensors[name][own] for tensors, own in each])])
+
+    def store_state(self) -> None:
+        for name, x in self.state.items():
+            self._stored[name][self._where] = x
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        count = len(self._tensors)
+        into = self._inside.flatten(0, 1).gather(-1, slots).view(count, -1)
+        for name, new in (("keys", keys), ("values", values)):
+            each = zip(self._tensors, into, new.reshape(count, -1, new.shape[-1]), strict=True)
+            for tensors, own, x in each:
+                tensors[name].index_copy_(0, own, x.to(tensors[name].dtype))

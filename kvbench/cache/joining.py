@@ -1,0 +1,71 @@
+"""Which sequences can decode in a `kvbench.cache.table.Table`, and with which others."""
+
+from kvbench.cache import attend
+from kvbench.cache.layer import Layer
+from kvbench.cache.memory import slot_store
+from kvbench.cache.sequence import Sequence
+from kvbench.policies.policy import Policy
+from kvbench.policies.stores.column_layer import ColumnLayer
+from kvbench.policies.stores.slot_store import SlotStore
+
+ENDLESS = 1 << 30  # slots that a sequence may take if it does not evict
+
+
+def steps_alike(policy: Policy) -> bool:
+    """Whether all decoding steps of a policy are equal: each appends a token, and evicts one or none."""
+    if policy.reader is not None or policy.merger.needs.bias:
+        return False
+    if not policy.decoding_evicts:
+        return True
+    return policy.evicts_one_each and not (policy.needs.hidden or policy.schedule.rerotate)
+
+
+def can_join(sequence: Sequence) -> bool:
+    """Whether a table can take the next step of a sequence."""
+    policy, evicting = sequence.policy, sequence.policy.decoding_evicts
+    if sequence.error is not None or sequence.within_call or not sequence.decodes or not steps_alike(policy):
+        return False
+    layers = sequence.layers
+    if len({tuple(layer.memory) for layer in layers}) > 1:  # a merger has not seen all layers yet
+        return False
+    if evicting and policy.allocator.per_head and not sequence.at_budget:  # its KV heads do not grow alike
+        return False
+    if not all(layer.opened and not layer.unsettled and layer.ranking is None for layer in layers):
+        return False
+    return len({_shape(sequence, layer) for layer in layers}) == 1 and _shape(sequence, layers[0]) is not None
+
+
+def _shape(sequence: Sequence, layer: Layer) -> object:
+    """What the layers of a table have in common; None for a layer that cannot be in one."""
+    store, policy = layer.store, sequence.policy
+    if not isinstance(store, SlotStore | ColumnLayer) or store.step_format is None:
+        return None
+    if isinstance(store, ColumnLayer):
+        tail = store.parts[0].columns[0].tail.view("x")
+        reads = attend.backend_of(tail).reads_groups
+        return (*store.step_format[1:], tail.shape[1], tail.device) if reads else None
+    if store.starts is None and not store.slots.packed and store.free is None:
+        return None
+    if policy.decoding_evicts:
+        if not layer.recent.full or slots_to_grow(sequence, layer) < 0:
+            return None
+        if policy.merger.remembers and not layer.memory:  # its thresholds begin with its first eviction
+            return None
+    return *store.step_format[1:], store.starts is None, store.first.device
+
+
+def format_of(sequence: Sequence) -> object:
+    """The format of every layer; sequences of equal formats share a table."""
+    stores = [layer.store for layer in sequence.layers]
+    formats = [store.step_format for store in stores if isinstance(store, SlotStore | ColumnLayer)]
+    return stores[0].positions.shape[1], *formats
+
+
+def slots_to_grow(sequence: Sequence, layer: Layer, used: int | None = None) -> int:
+    """Slots that a layer takes until each new token replaces an evicted one. used: slots in use, if not as stored."""
+    if not sequence.policy.decoding_evicts:
+        return ENDLESS
+    store = slot_store(layer)
+    if sequence.policy.allocator.per_head:
+        return 0 if store.free is not None else 1
+    return sequence.budgets.shares[layer.index] + 1 - (store.used if used is None else used)

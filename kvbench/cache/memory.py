@@ -1,0 +1,142 @@
+"""Flat memory for the slots of many sequences, one for each layer.
+
+A sequence has one range of slots in every layer, with a segment for each KV head. Its range does not move while other
+sequences come and go, so that recorded CUDA graphs stay valid. Memory that is too small is copied into a larger one,
+one layer after another, so that only one layer exists twice at a time.
+
+Shapes: L layers, N slots of the largest layer, H KV heads, G' statistics of a slot, D head dim.
+"""
+
+from collections.abc import Sequence as List
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.layer import Layer
+from kvbench.policies.stores.slot_store import SlotStore
+
+EMPTY, PADDING, FIRST = 0, 1, 2  # slots: always empty, written by padding, the first one of sequences
+
+
+def slot_store(layer: Layer) -> SlotStore:
+    """The store of a layer that can be in flat memory."""
+    assert isinstance(layer.store, SlotStore)
+    return layer.store
+
+
+class FlatMemory:
+    """The slots of all layers, which are alike in shapes and dtypes; empty at first.
+
+    tensors: keys and values, or their codes, of each layer by name, [N,...] or shorter. positions [L,N] int32, -1 =
+    empty; statistics [L,N,G'] by name and G'; weights [L,N,G]: attention of the newest queries, if a policy uses it.
+    offsets [L,1,1]: of the layers in these tensors. growth: how many times as large new memory is at least. version:
+    changes with the addresses.
+    """
+
+    def __init__(self, layers: int, growth: float) -> None:
+        self.tensors: list[dict[str, Tensor]] = []
+        self.positions = torch.full((layers, FIRST), -1, dtype=torch.int32)
+        self.offsets = torch.zeros(layers, 1, 1, dtype=torch.long)
+        self.statistics: dict[tuple[str, int], Tensor] = {}
+        self.weights: Tensor | None = None
+        self.version = 0
+        self._growth = growth
+        self._held: list[dict[Layer, range]] = [{} for _ in range(layers)]
+
+    def start(self, layer: Layer) -> int:
+        """The first slot of a sequence in a layer."""
+        return self._held[layer.index][layer].start
+
+    def collect_weights(self, heads: int) -> None:
+        """Store the attention of the newest queries, of `heads` query heads per KV head, from now on."""
+        if self.weights is None:
+            self.weights = torch.zeros(*self.positions.shape, heads, device=self.positions.device)
+
+    def hold(self, index: int, layers: List[Layer]) -> None:
+        """Move the slots of sequences in one layer into its memory. Layers are held in order the first time."""
+        held, new, first = self._held[index], dict[Layer, range](), slot_store(layers[0])
+        if index == len(self.tensors):
+            self.positions = self.positions.to(first.first.device)
+            dims = 3 if first.starts is None else 1
+            empty = {name: x.new_zeros(FIRST, *x.shape[dims:]) for name, x in first.token_memory.items()}
+            self.tensors.append(empty)
+        for layer in layers:
+            new[layer] = _gap([*held.values(), *new.values()], slot_store(layer).capacity)
+        end = max(slots.stop for slots in new.values())
+        size = len(next(iter(self.tensors[index].values())))
+        if end > size:
+            self._enlarge(index, max(end, int(self._growth * size)))
+        held.update(new)
+        for layer in layers:
+            store = slot_store(layer)
+            for name, x in store.memory.items():
+                if name not in ("positions", *self.tensors[index]):
+                    self.statistics.setdefault((name, x.shape[-1]), x.new_zeros(*self.positions.shape, x.shape[-1]))
+        pairs = []
+        for layer in layers:
+            before, slots = slot_store(layer), new[layer]
+            pairs.append((self.positions[index, slots.start : slots.stop], before.slot_positions().flatten()))
+            self._view(layer)
+            after = slot_store(layer).memory
+            pairs += [(after[name], x) for name, x in before.memory.items() if name != "positions"]
+        self.copy(pairs)
+
+    @staticmethod
+    def copy(pairs: List[tuple[Tensor, Tensor]]) -> None:
+        """Copy the second tensor of each pair into the first, with one launch for those of a dtype."""
+        equal: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for pair in pairs:
+            equal.setdefault(pair[0].dtype, []).append(pair)
+        for some in equal.values():
+            torch._foreach_copy_([into for into, _ in some], [x for _, x in some])
+
+    def release(self, layer: Layer, last: bool = False) -> None:
+        """Free the slots of a sequence in a layer; and the memory of the layer, if it is the last one."""
+        del self._held[layer.index][layer]
+        if last:
+            memory = self.tensors[layer.index]
+            memory.update({name: x.new_empty(0, *x.shape[1:]) for name, x in memory.items()})
+
+    def _enlarge(self, index: int, slots: int) -> None:
+        """Copy the memory of a layer into a larger one. Small tensors are enlarged for all layers."""
+        self.tensors[index] = {name: _longer(x, slots, 0) for name, x in self.tensors[index].items()}
+        changed = [index]
+        if slots > self.positions.shape[1]:
+            changed = list(range(len(self.tensors)))
+            self.positions = _longer(self.positions, slots, 1, fill=-1)
+            self.offsets = torch.arange(len(self.offsets), device=self.positions.device)[:, None, None] * slots
+            self.statistics = {name: _longer(x, slots, 1) for name, x in self.statistics.items()}
+            self.weights = None if self.weights is None else _longer(self.weights, slots, 1)
+        self.version += 1
+        for layer in (layer for index in changed for layer in self._held[index]):
+            self._view(layer)
+
+    def _view(self, layer: Layer) -> None:
+        """Give a layer a store whose memory are views of the flat memory, where its tokens are, or will be copied."""
+        index, here, store = layer.index, self._held[layer.index][layer], slot_store(layer)
+        slots, memory = slice(here.start, here.stop), {}
+        for name, x in store.memory.items():
+            whole = self.tensors[index].get(name)
+            if whole is None:
+                whole = (self.positions if name == "positions" else self.statistics[name, x.shape[-1]])[index]
+            memory[name] = whole[slots].view(x.shape)
+        layer.store = store.with_memory(memory, store.free)
+
+
+def _gap(taken: List[range], slots: int) -> range:
+    """The first range of free slots; it may exceed the memory."""
+    begin = FIRST
+    for other in sorted(taken, key=lambda other: other.start):
+        if begin + slots <= other.start:
+            break
+        begin = other.stop
+    return range(begin, begin + slots)
+
+
+def _longer(x: Tensor, slots: int, dim: int, fill: int = 0) -> Tensor:
+    """A copy of x that has more slots in one dimension."""
+    shape = list(x.shape)
+    shape[dim] = slots
+    longer = x.new_full(shape, fill)
+    longer.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return longer

@@ -1,0 +1,433 @@
+"""The table of the sequences that decode together: one token of each in every call, with few operations per layer.
+
+Each layer has one flat memory (`kvbench.cache.memory`). Every KV head of every sequence has a segment of it; the start,
+the number of slots in use and the next free slot of a segment are numbers of the table, on the device. So one layer of
+a step is an append and an attention for all sequences, of any policy, budget and length. After the last layer,
+sequences of one rule (`Sequence.rule`) evict together (`kvbench.cache.group`). A sequence below its budget grows to one
+slot more than its budget; then every new token replaces an evicted one. The host only counts steps, so that a step can
+be recorded as a CUDA graph. How attention and evictions read the slots is up to a backend (`kvbench.cache.attend`).
+
+A step has one row for each place of a sequence. Sequences of one `Kind` differ in nothing that a recorded step has as a
+constant. If steps are recorded (`pads`), a sequence that is admitted takes the place of a finished one of its kind, so
+that the graph stays valid: a kind then has 1, 2, 4, 8, 16, 24, 32 and so on places, and empty places are padding: they
+write to a slot of their own, append one token after another there, and are not read. Places are arranged anew, and
+steps recorded anew, when a kind needs more of them, and when most of them are empty. If budgets are shares of the
+prompt or measured on it, every prompt is a kind of its own.
+
+Shapes: L layers, P rows of a step, b of them in a group, H_q query heads, H KV heads, w queries of a window, D head dim.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.attend import Backend, LayerStep, backend_of
+from kvbench.cache.device_groups import STATE, exact_state, follow, from_slots, to_slots
+from kvbench.cache.footprint import decoded
+from kvbench.cache.group import WINDOW, Group, Kind, groups_of, kind_of
+from kvbench.cache.joining import ENDLESS, can_join, format_of, slots_to_grow
+from kvbench.cache.layer import Layer
+from kvbench.cache.memory import PADDING, FlatMemory, slot_store
+from kvbench.cache.sequence import Sequence
+from kvbench.kernels.references import NewTokens
+from kvbench.policies.observation import AttentionParams
+from kvbench.policies.stores.coding import Coding
+from kvbench.policies.stores.group_slots import take_places
+from kvbench.policies.stores.token_codes import TokenCodeLayer
+
+LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance", *STATE
+
+State = dict[str, Tensor]
+"""What the device has about the row of a sequence, [L or 1,...] by name: `LENGTHS`, windows and memory of parts."""
+
+
+@dataclass(eq=False)
+class Member:
+    """A sequence of the table, and its row in a step.
+
+    used: slots in use of each layer, `steps` steps ago, when the lengths of its stores were last updated. longest: bound
+    of the length of its segments. room: steps until a store needs more slots.
+    """
+
+    sequence: Sequence
+    layers: List[Layer]
+    used: list[int]
+    kind: Kind
+    longest: int
+    room: int
+    row: int = -1
+    steps: int = 0
+
+
+def bucket(sequences: int) -> int:
+    """The number of places for this many sequences of a kind: the next one of 1, 2, 4, 8, 16, 24, 32 and so on."""
+    return 1 << (sequences - 1).bit_length() if sequences <= 8 else -(-sequences // 8) * 8
+
+
+class Table:
+    """Sequences of one format of stores that decode together.
+
+    Between `admit` and `free`, only the table changes the layers of a sequence. lengths: data on the device about all
+    rows: `starts`, `counts`, `free`, `limit` [L,P,H]: the start of a segment, its slots in use, and the slot of the
+    next token when `limit` are in use; `nan` [L,P]: whether a score was NaN; `next` [1,P,1]: positions of the next
+    tokens; `advance` [1,P,1]: 1, 0 for padding; and `STATE`. pads: rows may be padding.
+    """
+
+    def __init__(self, layers: int, pads: bool) -> None:
+        self._layers, self._pads = layers, pads
+        self._members: dict[Sequence, Member] = {}
+        self._memory = FlatMemory(layers, 1.0)
+        self._arrangements = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.backend: Backend | None = None
+        self.format: object = None  # of the layers; one for all sequences
+        self._codecs: list[Coding | None] = []  # of the layers; None: keys and values as they are
+        self._longest = 0  # bound of the length of a segment
+        self._kinds: list[Kind] = []  # of the rows
+        self._empty: dict[Kind, State] = {}  # of padding
+        self._groups: list[Group] = []
+        self._attended: list[tuple[Tensor, AttentionParams]] = []  # queries [P,H_q,1,D] of the layers so far
+        self.lengths: State = {}
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Changes when a recorded step is not valid any more."""
+        return self._arrangements, self._longest, self._memory.version
+
+    @property
+    def rows(self) -> list[Sequence | None]:
+        """The sequence of every row of a step; None for padding."""
+        of_rows = {member.row: sequence for sequence, member in self._members.items()}
+        return [of_rows.get(row) for row in range(len(self._kinds))]
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the next tokens [P,1]."""
+        return self.lengths["next"][0]
+
+    # --- sequences come and go -------------------------------------------------------------------------------------
+    def admit(self, sequences: List[Sequence]) -> None:
+        """Before every step: take over those of the sequences that can join, and lengthen stores without free slots."""
+        states: dict[Sequence, State] = {}
+        for member in self._members.values():
+            if member.steps == member.room:
+                states |= self._lengthen(member)
+        joining = [one for one in sequences if one.table is None and can_join(one)]
+        if joining:
+            self.format = self.format or format_of(joining[0])
+            joining = [one for one in joining if format_of(one) == self.format]
+        if joining:
+            states |= self._enter(joining)
+        taken = {member.row for member in self._members.values()}
+        for sequence, state in states.items():
+            member = self._members[sequence]
+            empty = (row for row, kind in enumerate(self._kinds) if kind == member.kind and row not in taken)
+            member.row = next(empty, -1)
+            if member.row >= 0:
+                taken.add(member.row)
+                self._write(member.row, state)
+                self._bind(member)
+        spare = len(self._kinds) - len(self._members)
+        if any(member.row < 0 for member in self._members.values()) or spare > len(self._members) * self._pads:
+            self._arrange(states)
+        self._longest = max([self._longest, *(member.longest for member in self._members.values())])
+
+    def free(self, sequence: Sequence) -> None:
+        """Return a sequence's layers, as they would be without the table, in memory of their own."""
+        member = self._members[sequence]
+        self.update(sequence)
+        state = {name: x.clone() for name, x in self._state(member.row)}
+        self._return(member)
+        for layer in member.layers:
+            self._memory.release(layer, last=len(self._members) == 1)
+            self._bind_layer(layer, state)
+            sequence.note_bytes(layer.index)
+        codes = member.layers[-1].store  # they had the newest token twice
+        sequence.note(beside=codes.step_nbytes if isinstance(codes, TokenCodeLayer) else 0)
+        sequence.nan_flags = dict(enumerate(state["nan"][:, None]))
+        sequence.states = {name: x.clone() for name, x in sequence.states.items()}
+        self._write(member.row, self._empty[member.kind])
+        del self._members[sequence]
+        sequence.table = None
+        if not self._members:
+            self._clear()
+
+    def count(self, steps: int) -> None:
+        """Count steps that the device took; negative to undo."""
+        for member in self._members.values():
+            member.steps += steps
+            member.sequence.tick(steps)
+
+    def _enter(self, sequences: List[Sequence]) -> dict[Sequence, State]:
+        """Move the layers of sequences into the flat memory; returns the states of their rows."""
+        if self.backend is None:
+            self.backend = backend_of(slot_store(sequences[0].layers[0]).like)
+            self._memory = FlatMemory(self._layers, self.backend.growth)
+        for sequence in sequences:
+            for layer in sequence.layers:
+                if not to_slots(layer) and slots_to_grow(sequence, layer) > 0:
+                    slot_store(layer).reserve()
+                    sequence.note_bytes(layer.index)
+        for index in range(self._layers):
+            self._memory.hold(index, [sequence.layers[index] for sequence in sequences])
+        states = {}
+        self._codecs = [getattr(layer.store, "codec", None) for layer in sequences[0].layers]
+        for sequence in sequences:
+            layers = sequence.layers
+            states[sequence] = state = self._new_state(sequence, layers)
+            self._members[sequence] = member = _member(sequence, layers)
+            sequence.table = self
+            self._empty.setdefault(member.kind, _padding(state))
+            if member.kind.policy.needs.newest_row:
+                self.backend.collect_weights(self._memory, layers[0].query_heads // state["starts"].shape[1])
+        return states
+
+    def _lengthen(self, member: Member) -> dict[Sequence, State]:
+        """Give a sequence more slots where it has none; returns its state if it needs a place of another kind."""
+        sequence, longer = member.sequence, list[int]()
+        self.update(sequence)
+        for layer in member.layers:
+            if slots_to_grow(sequence, layer) > 0 and slot_store(layer).room == 0:
+                longer.append(layer.index)
+                from_slots(sequence, layer)
+                self._memory.release(layer)
+                if not to_slots(layer):
+                    slot_store(layer).reserve()
+                self._memory.hold(layer.index, [layer])
+                sequence.note_bytes(layer.index)
+        new = self._new_state(sequence, member.layers)
+        self.lengths["starts"][:, member.row] = new["starts"]
+        for name in STATE if STATE[0] in new else ():
+            self.lengths[name][longer, member.row] = new[name][longer]
+        now = _member(sequence, member.layers)
+        member.longest, member.room, member.used = now.longest, now.room, now.used
+        if now.kind == member.kind:
+            return {}
+        state = {name: x.clone() for name, x in self._state(member.row)}
+        self._write(member.row, self._empty[member.kind])
+        self._empty.setdefault(now.kind, _padding(state))
+        member.kind, member.row = now.kind, -1
+        return {sequence: state}
+
+    def _return(self, member: Member) -> None:
+        """Give the layers of a sequence copies of their stores, as they would be without the table."""
+        pairs = []
+        for layer in member.layers:
+            if from_slots(member.sequence, layer):
+                continue
+            store, row = slot_store(layer), (layer.index, member.row)
+            memory = {name: torch.empty_like(x) for name, x in store.memory.items()}
+            pairs += [(memory[name], x) for name, x in store.memory.items()]
+            free = None if store.free is None else self.lengths["free"][row].clone()[None, :, None]
+            counts = None if store.counts is None else self.lengths["counts"][row].clone()[None]
+            layer.store = store.with_memory(memory, free, counts)
+        self._memory.copy(pairs)
+
+    def update(self, sequence: Sequence) -> None:
+        """Bring the lengths that the host has of a sequence's layers up to date."""
+        member = self._members[sequence]
+        steps, member.steps = member.steps, 0
+        member.room -= steps
+        if steps and STATE[0] in self.lengths:
+            follow(sequence, member.layers, steps, {name: self.lengths[name][:, member.row] for name in STATE})
+        for layer in member.layers if steps else ():
+            store, grow = slot_store(layer), slots_to_grow(sequence, layer, member.used[layer.index])
+            taken = min(steps, grow)
+            layer.footprint += decoded(layer.count, steps, max(0, grow - 1))
+            layer.count += taken - (taken == grow > 0)
+            member.used[layer.index] += taken
+            row = layer.index, member.row
+            free = self.lengths["free"][row][None, :, None] if taken == grow else None
+            counts = None if store.counts is None else self.lengths["counts"][row][None]
+            store.grown(member.used[layer.index], taken, free, counts)
+
+    def _new_state(self, sequence: Sequence, layers: List[Layer]) -> State:
+        """The state of a sequence whose slots are in the flat memory, from its layers."""
+        state = dict(zip(LENGTHS, self._segments(sequence, layers), strict=False))
+        state["nan"] = state["starts"].new_zeros(len(layers), dtype=torch.bool)
+        state["next"], state["advance"] = (state["starts"].new_tensor([x]) for x in ([sequence.seen], [1]))
+        if not sequence.policy.decoding_evicts:
+            return state | exact_state(layers)
+        windows = [layer.recent.held for layer in layers if layer.recent.held is not None]
+        if windows:
+            state |= {name: torch.cat([window[i] for window in windows]) for i, name in enumerate(WINDOW)}
+        return state | {name: torch.cat([layer.memory[name] for layer in layers]) for name in layers[0].memory}
+
+    def _segments(self, sequence: Sequence, layers: List[Layer]) -> Iterator[Tensor]:
+        """Starts, slots in use, next free slot and limit of a sequence's segments, [L,H] each."""
+        stores = [slot_store(layer) for layer in layers]
+        if all(store.starts is None and store.free is None for store in stores):  # the host has all numbers
+            numbers = []
+            for layer, store in zip(layers, stores, strict=True):
+                first, (heads, slots) = self._memory.start(layer), store.first.shape[1:3]
+                used, grow = [store.used] * heads, slots_to_grow(sequence, layer)
+                begins = [first + head * slots for head in range(heads)]
+                numbers.append([begins, used, used, [store.used + grow] * heads])
+            yield from torch.tensor(numbers, device=stores[0].first.device).unbind(1)
+            return
+        segments = []
+        for layer, store in zip(layers, stores, strict=True):
+            starts, counts, free = store.segments()
+            segments.append((starts + self._memory.start(layer), counts, free, counts + slots_to_grow(sequence, layer)))
+        yield from map(torch.cat, zip(*segments, strict=True))
+
+    # --- places ----------------------------------------------------------------------------------------------------
+    def _state(self, row: int) -> Iterator[tuple[str, Tensor]]:
+        """Everything that the device has about a row, by name: views [L or 1,...]."""
+        for name, x in self.lengths.items():
+            yield name, x[:, row]
+        for group in self._groups:
+            if group.rows.start <= row < group.rows.stop:
+                for name, x in group.state.items():
+                    yield name, x[:, row - group.rows.start]
+
+    def _write(self, row: int, state: State) -> None:
+        """Write the state of a row."""
+        for name, x in self._state(row):
+            x.copy_(state[name])
+
+    def _bind(self, member: Member) -> None:
+        """Give the layers of a sequence views of their windows and memories, which its group changes."""
+        state = dict(self._state(member.row))
+        for layer in member.layers:
+            self._bind_layer(layer, state)
+
+    @staticmethod
+    def _bind_layer(layer: Layer, state: State) -> None:
+        if WINDOW[0] in state:
+            queries, positions = (state[name][layer.index, None] for name in WINDOW)
+            layer.recent.held = queries, positions
+        layer.memory |= {name: state[name][layer.index, None] for name in layer.memory if name in state}
+
+    def _arrange(self, states: dict[Sequence, State]) -> None:
+        """Give every kind its places, and every sequence one of them. states: of sequences without a place."""
+        waiting: dict[Kind, list[Member]] = {}
+        for member in self._members.values():
+            waiting.setdefault(member.kind, []).append(member)
+            if member.row >= 0:
+                states[member.sequence] = {name: x.clone() for name, x in self._state(member.row)}
+        places = Counter({kind: bucket(len(some)) if self._pads else len(some) for kind, some in waiting.items()})
+        as_before = places | Counter(self._kinds)  # the larger number of each
+        if self._pads and as_before.total() <= 2 * len(self._members):
+            places = as_before
+        rules = list(dict.fromkeys(kind.rule for kind in places))
+        self._kinds = sorted(places.elements(), key=lambda kind: (rules.index(kind.rule), -kind.slots))
+        self._empty = {kind: self._empty[kind] for kind in places}
+        found = []
+        for row, kind in enumerate(self._kinds):
+            found.append(self._empty[kind])
+            if waiting.get(kind):
+                member = waiting[kind].pop(0)
+                member.row, found[row] = row, states[member.sequence]
+        self.lengths = {name: torch.stack([one[name] for one in found], 1) for name in LENGTHS if name in found[0]}
+        self._new = torch.zeros_like(self.lengths["free"])  # [L,P,H] the slots of the new tokens
+        self._gone = torch.zeros_like(self._new)  # and of those that they displace from a ring
+        self._arrangements, self._longest, self._groups = self._arrangements + 1, 0, []
+        for rows in groups_of(self._kinds):
+            own = [name for name in found[rows.start] if name not in LENGTHS]
+            state = {name: torch.stack([one[name] for one in found[rows]], 1) for name in own}
+            self._groups.append(Group(self._kinds[rows], rows, self._memory, self.lengths, state))
+        for member in self._members.values():
+            self._bind(member)
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+    def attend(self, index: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+        """Append keys and values [P,H,1,D] of a layer and attend: [P,H_q,1,D]."""
+        assert self.backend is not None
+        if index == 0:
+            self._take_slots()
+            self.backend.begin(self._memory, self.lengths, self._stores())
+        self._attended.append((queries, params))
+        heads = self._new.shape[2]
+        if keys.shape[1] != heads:  # each query head keeps its own tokens
+            keys, values = (x.repeat_interleave(heads // keys.shape[1], dim=1) for x in (keys, values))
+        tokens = NewTokens(keys, values, self._new[index])
+        step = LayerStep(index, queries, tokens, self._gone[index], self.positions, self._longest, params)
+        return self.backend.attend(step, self._memory, self.lengths, self._codecs[index])
+
+    def end_call(self) -> None:
+        """Evict after the last layer, and count the step."""
+        if not self._attended:
+            return
+        assert self.backend is not None
+        asked, how = zip(*self._attended, strict=True)
+        self._attended = []
+        self.count(1)
+        self._notify()
+        newest = torch.stack(asked) if self._groups else asked[0]
+        for group in self._groups:
+            members = [member for member in self._members.values() if group.has(member.row)]
+            try:
+                group.evict(newest[:, group.rows], how, self.backend, [member.sequence for member in members])
+            except Exception as error:
+                for member in members:
+                    member.sequence.fail(error)
+        self.lengths["next"] += self.lengths["advance"]
+        self.backend.end()
+        self._notify()
+        if self.backend.reads_at_once and bool(self.lengths["nan"].any()):
+            self._fail_broken()
+
+    def _fail_broken(self) -> None:
+        """Note the first layer with a NaN score of every sequence that has one."""
+        for member in self._members.values():
+            flags = self.lengths["nan"][:, member.row]
+            if bool(flags.any()):
+                member.sequence.nan_layer = int(flags.to(torch.uint8).argmax())
+                flags.fill_(False)
+
+    def _notify(self) -> None:
+        """Tell those who watch a sequence that the contents of its layers changed."""
+        for member in self._members.values():
+            if member.sequence.on_change is not None:
+                for layer in member.layers:
+                    member.sequence.on_change(layer.index)
+
+    def _stores(self) -> list[List[Layer]]:
+        """The layers of every row, for a backend that reads stores; none for padding."""
+        found: list[List[Layer]] = [()] * len(self._kinds)
+        for member in self._members.values():
+            found[member.row] = member.layers
+        return found
+
+    def _take_slots(self) -> None:
+        """Take a slot for the next token of every row in all layers."""
+        memory, lengths = self._memory, self.lengths
+        self._attended.clear()
+        grows = lengths["counts"] < lengths["limit"]
+        torch.where(grows, lengths["counts"], lengths["free"], out=self._new)
+        lengths["counts"] += grows
+        if (codec := self._codecs[0]) is not None and codec.grouped:
+            take_places(lengths, codec.most_exact, memory.positions, memory.offsets, PADDING, (self._new, self._gone))
+            return
+        there = (lengths["starts"] + memory.offsets + self._new).flatten()
+        memory.positions.view(-1).scatter_(0, there, lengths["next"].int().expand_as(self._new).flatten())
+        for x in memory.statistics.values():
+            x.flatten(0, 1).index_fill_(0, there, 0)
+        if memory.weights is not None:
+            memory.weights.zero_()
+
+
+def _member(sequence: Sequence, layers: List[Layer]) -> Member:
+    """A sequence as its stores are now."""
+    room, longest = ENDLESS, 0
+    for layer in layers:
+        store, grow = slot_store(layer), slots_to_grow(sequence, layer)
+        longest = max(longest, store.used + min(grow, store.room))
+        if grow > store.room:
+            room = min(room, store.room)
+    longest = 1 << (longest - 1).bit_length()  # so that it seldom changes
+    kind = kind_of(sequence, longest) if sequence.policy.decoding_evicts else Kind()
+    return Member(sequence, layers, [slot_store(layer).used for layer in layers], kind, kind.slots or longest, room)
+
+
+def _padding(state: State) -> State:
+    """The state of an empty place where one with this state may be: one slot in use, overwritten by every token."""
+    slots = {"starts": PADDING, "counts": 1, "limit": 1}
+    return {name: torch.full_like(x, slots.get(name, 0)) for name, x in state.items()}
