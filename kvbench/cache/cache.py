@@ -127,6 +127,9 @@ class KVCache(Cache):
         self._enter_tables(pads)
         alone = [sequence for sequence in self.sequences if sequence.table is None]
         self._rows = [*(row for table in self.tables for row in table.rows), *alone]
+        self.sequences[:] = [
+            sequence for sequence in self._rows if sequence is not None
+        ]  # in the order of states
         return self._rows
 
     @property
@@ -311,6 +314,8 @@ class KVCache(Cache):
     def _begin_call(self, module: nn.Module, queries: Tensor, columns: Columns) -> None:
         """Check a call of queries [B,H_q,M,D], and split it into the steps of every sequence."""
         self._model.check(module)
+        for table in self.tables:  # of a model with layers without a cache at its end
+            table.end_call()
         mask = None  # [B,M] bool: the tokens that are no padding
         if self.sequences and not self.sequences[0].isolated:  # those of the engine are checked and have no padding
             seen = [one.seen for one in self.sequences] if self.sequences[0].started else []
@@ -359,13 +364,17 @@ class KVCache(Cache):
 
     def end_call(self) -> None:
         """End a call after its last layer: carry out the evictions and check the budgets."""
-        for table, _ in self._held:
-            table.end_call()
-        self._rows, self._held = [], []
+        self._end_tables()
         for sequence in self.sequences:
             sequence.before = sequence.columns
         self._evictions.end_call()
         self._finish([sequence for sequence in self.sequences if not sequence.waits])
+
+    def _end_tables(self) -> None:
+        """Carry out the evictions of tables that have attended."""
+        for table, _ in self._held:
+            table.end_call()
+        self._rows, self._held = [], []
 
     def _finish(self, sequences: List[Sequence]) -> None:
         """The evictions of a call are done: check the budgets."""
@@ -491,6 +500,7 @@ class KVCache(Cache):
 
         Raises ScoreError for NaN scores of decoding steps on a GPU.
         """
+        self._end_tables()
         self._evictions.end_call()
         leave_tables(self.sequences)
         check_scores(self.sequences)

@@ -225,9 +225,9 @@ class _Rows:
 
     def _observe(self, layers: tuple[int, ...], how: AttentionParams, queries: Tensor) -> Observation:
         group, count, needs = self._group, len(layers), self.policy.needs
-        places, kinds = group.lengths["next"][0].repeat(count, 1), group.kinds
+        places, kinds, slots = group.lengths["next"][0].repeat(count, 1), group.kinds, self.slots
         return LazyObservation(
-            lambda name: self.slots.vectors(name).whole(),
+            lambda name: slots.vectors(name).whole(),
             **({"layer": layers[0]} if count == 1 else {}),
             queries=queries.flatten(0, 1),
             query_positions=places,
@@ -269,7 +269,7 @@ class LazyObservation(Observation):
 
 
 def numbers_of_a_slot(policy: Policy, query_heads: int, heads: int, dim: int) -> int:
-    """Numbers that a slot takes in an eviction: attention of the window, and its key and value if the policy uses them."""
+    """Numbers of a slot in an eviction: attention of the window, and its key and value if the policy uses them."""
     window, merges = policy.needs.window_decoding or 0, policy.merger.merges
     numbers = query_heads * max(1, window) + (heads * dim if window or merges else 0)
     return numbers + (heads * dim if policy.value is not None or merges else 0)

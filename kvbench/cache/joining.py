@@ -20,6 +20,14 @@ def steps_alike(policy: Policy) -> bool:
     return policy.evicts_one_each and not (policy.needs.hidden or policy.schedule.rerotate)
 
 
+def can_record(policy: Policy) -> bool:
+    """Whether a decoding step of this policy depends only on the token and changes only tensors on the device."""
+    needs = policy.needs
+    if policy.rates or policy.granularity == "query_head" or not policy.store.replayable or not steps_alike(policy):
+        return False
+    return not policy.decoding_evicts or (policy.store.exact and not (needs.model or needs.memory or needs.question))
+
+
 def can_join(sequence: Sequence) -> bool:
     """Whether a table can take the next step of a sequence."""
     policy, evicting = sequence.policy, sequence.policy.decoding_evicts
@@ -47,6 +55,8 @@ def _shape(sequence: Sequence, layer: Layer) -> object:
     if store.starts is None and not store.slots.packed and store.free is None:
         return None
     if policy.decoding_evicts:
+        if not (policy.store.exact or attend.backend_of(store.like).evicts_codes):
+            return None
         if not layer.recent.full or slots_to_grow(sequence, layer) < 0:
             return None
         if policy.merger.remembers and not layer.memory:  # its thresholds begin with its first eviction

@@ -14,7 +14,7 @@ write to a slot of their own, append one token after another there, and are not 
 steps recorded anew, when a kind needs more of them, and when most of them are empty. If budgets are shares of the
 prompt or measured on it, every prompt is a kind of its own.
 
-Shapes: L layers, P rows of a step, b of them in a group, H_q query heads, H KV heads, w queries of a window, D head dim.
+Shapes: L layers, P rows of a step, b of them in a group, H_q query heads, H KV heads, D head dim.
 """
 
 from collections import Counter
@@ -25,7 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.cache.attend import Backend, LayerStep, backend_of
+from kvbench.cache import attend
+from kvbench.cache.attend import Backend, LayerStep
 from kvbench.cache.device_groups import STATE, exact_state, follow, from_slots, to_slots
 from kvbench.cache.footprint import decoded
 from kvbench.cache.group import WINDOW, Group, Kind, groups_of, kind_of
@@ -49,8 +50,8 @@ State = dict[str, Tensor]
 class Member:
     """A sequence of the table, and its row in a step.
 
-    used: slots in use of each layer, `steps` steps ago, when the lengths of its stores were last updated. longest: bound
-    of the length of its segments. room: steps until a store needs more slots.
+    used: slots in use of each layer, `steps` steps ago, when the lengths of its stores were last updated. longest:
+    bound of the length of its segments. room: steps until a store needs more slots.
     """
 
     sequence: Sequence
@@ -80,12 +81,13 @@ class Table:
     def __init__(self, layers: int, pads: bool) -> None:
         self._layers, self._pads = layers, pads
         self._members: dict[Sequence, Member] = {}
-        self._memory = FlatMemory(layers, 1.0)
         self._arrangements = 0
         self._clear()
 
     def _clear(self) -> None:
         self.backend: Backend | None = None
+        self._memory = FlatMemory(self._layers, 1.0)
+        self._new = self._gone = torch.zeros(0)
         self.format: object = None  # of the layers; one for all sequences
         self._codecs: list[Coding | None] = []  # of the layers; None: keys and values as they are
         self._longest = 0  # bound of the length of a segment
@@ -140,7 +142,11 @@ class Table:
 
     def free(self, sequence: Sequence) -> None:
         """Return a sequence's layers, as they would be without the table, in memory of their own."""
-        member = self._members[sequence]
+        with torch.inference_mode(self.positions.is_inference()):  # only in that mode, such tensors can be changed
+            self._free(self._members[sequence])
+
+    def _free(self, member: Member) -> None:
+        sequence = member.sequence
         self.update(sequence)
         state = {name: x.clone() for name, x in self._state(member.row)}
         self._return(member)
@@ -166,14 +172,14 @@ class Table:
 
     def _enter(self, sequences: List[Sequence]) -> dict[Sequence, State]:
         """Move the layers of sequences into the flat memory; returns the states of their rows."""
-        if self.backend is None:
-            self.backend = backend_of(slot_store(sequences[0].layers[0]).like)
-            self._memory = FlatMemory(self._layers, self.backend.growth)
         for sequence in sequences:
             for layer in sequence.layers:
                 if not to_slots(layer) and slots_to_grow(sequence, layer) > 0:
                     slot_store(layer).reserve()
                     sequence.note_bytes(layer.index)
+        if self.backend is None:
+            self.backend = attend.backend_of(slot_store(sequences[0].layers[0]).like)
+            self._memory = FlatMemory(self._layers, self.backend.growth)
         for index in range(self._layers):
             self._memory.hold(index, [sequence.layers[index] for sequence in sequences])
         states = {}

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import BudgetError, KVCache, ScoreError
 from kvbench.cache.copies import empty_like
 from kvbench.cache.families import layout_of
-from kvbench.cache.joining import can_join
+from kvbench.cache.joining import can_join, can_record
 from kvbench.cache.pre_passes import rate
 from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.logits import next_logits
@@ -149,7 +149,7 @@ class DecodeBatch:
 
     def _separate(self, cache: KVCache) -> None:
         """Move the sequences whose steps can be recorded into a cache of their own."""
-        joining = [sequence for sequence in cache.sequences if can_join(sequence)]
+        joining = [one for one in cache.sequences if can_record(one.policy) and can_join(one)]
         if self._recorded is None:
             self._recorded = empty_like(cache)
         cache.sequences[:] = [sequence for sequence in cache.sequences if sequence not in joining]

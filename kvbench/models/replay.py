@@ -4,14 +4,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvbench.cache.families import layout_of, name_of
-from kvbench.cache.joining import steps_alike
+from kvbench.cache.joining import can_record
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
-
-
-def can_record(policy: Policy) -> bool:
-    """Whether a decoding step of this policy depends only on the token and changes only tensors on the device."""
-    return policy.store.replayable and steps_alike(policy)
 
 
 def check_graph(policy: Policy, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvbench.cache.families import layout_of
+from kvbench.cache.joining import can_record
 from kvbench.config.compose import find
 from kvbench.config.parts import build, refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, check_method, named_config, scheduled
@@ -24,7 +25,7 @@ from kvbench.models.files import ModelSpec, check_sha256
 from kvbench.models.given import checkpoint_of
 from kvbench.models.loading import Checkpoint, locate, pick_device
 from kvbench.models.prompts import COMPRESS
-from kvbench.models.replay import can_record, can_replay, check_graph
+from kvbench.models.replay import can_replay, check_graph
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.describe import describe
 from kvbench.policies.latents import check_latents

@@ -1,4 +1,4 @@
-"""Layers that give up a decoded token's place side by side keep what each would keep by itself."""
+"""Layers that evict a decoded token together keep what each would keep by itself."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +13,7 @@ from torch import Tensor
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.cache.layer import RecentQueries
-from kvbench.cache.rows import stacked
-from kvbench.policies.observation import AttentionParams, Observation, SequenceInfo, SlotInfo
+from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
 
 SYSTEMS: list[tuple[str, dict[str, object]]] = [
@@ -49,7 +48,7 @@ def apart() -> Iterator[None]:
 
 @contextmanager
 def counted(calls: list[int]) -> Iterator[None]:
-    """Note how many layers stand side by side in each ranking."""
+    """Note how many layers are rows of each ranking."""
     rank = Policy.rank
 
     def noted(policy: Policy, seen: Observation, state: dict[str, Tensor]) -> object:
@@ -82,51 +81,11 @@ def test_layers_evicted_together_equal_layers_evicted_alone(slug: str, fields: d
     assert_same(together, alone)
 
 
-@pytest.mark.parametrize(("slug", "block"), [("h2o", 1), ("roco", 23), ("caote_snapkv", 23), ("fastcaote_tova", 1)])
-def test_a_prompts_blocks_of_one_token_give_up_one_in_place(slug: str, block: int) -> None:
-    fields = {"window": 6} if slug == "caote_snapkv" else {}
-    model, ids = tiny(layers=3), [prompt(70, seed=1)]
-    chosen = make_policy(slug, 40, block=block, **fields)
-    calls: list[int] = []
-    with counted(calls):
-        in_place = run_greedy(model, ids, chosen, 5)
-    with apart():  # a prompt's evictions compact the layer, however few tokens go
-        compacted = run_greedy(model, ids, chosen, 5)
-    assert calls.count(3) == (4 + 70 - 41 if block == 1 else 4 + 1)  # all layers at once from the second eviction on
-    assert_same(in_place, compacted)
-    assert in_place.cache.peak_nbytes == compacted.cache.peak_nbytes
-
-
 def test_all_layers_of_a_decoded_token_are_ranked_at_once() -> None:
     calls: list[int] = []
     with counted(calls):
         run_greedy(tiny(layers=5), [prompt(70)], policy("h2o"), 4)
     assert calls == [1] * 5 + [5] * 3  # a prompt layer by layer; the last token is never fed
-
-
-def observed(layer: int, length: int) -> Observation:
-    """One layer of two sequences after a decoded token; the index of the layer determines every number."""
-    queries, keys = torch.full((2, 4, 1, 3), layer + 0.25), torch.full((2, 2, length, 3), layer + 0.5)
-    positions = torch.arange(length, dtype=torch.int32).expand(2, 2, -1) + layer
-    return Observation(
-        layer, queries, torch.full((2, 1), 9), keys, -keys, positions, torch.tensor([10, 10]), "decode",
-        AttentionParams(0.5, sinks=torch.full((1, 4), float(layer))),
-        slots=SlotInfo(packed=True, whole=layer < 1),
-        sequences=SequenceInfo(opens=(False, True), budgets=(length, length + 1), last=9),
-    )  # fmt: skip
-
-
-def test_several_layers_are_observed_as_one_with_all_their_sequences() -> None:
-    seen = stacked([observed(0, 5), observed(1, 7)])
-    assert seen.queries[:, 0, 0, 0].tolist() == [0.25, 0.25, 1.25, 1.25]
-    assert (seen.keys[:2, :, 5:].tolist(), seen.keys.shape) == ([[[[0.0] * 3] * 2] * 2] * 2, (4, 2, 7, 3))
-    assert seen.positions[:, 1].tolist() == [[0, 1, 2, 3, 4, -1, -1]] * 2 + [[1, 2, 3, 4, 5, 6, 7]] * 2
-    assert seen.params.sinks[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]  # a row for each sequence
-    assert (seen.slots.whole, seen.slots.packed, seen.sequences.last, seen.params.scaling) == (False, False, 9, 0.5)
-    assert (seen.sequences.opens, seen.sequences.budgets) == ((False, True, False, True), (5, 6, 7, 8))
-    assert seen.window is None
-    with pytest.raises(AttributeError, match="several layers are scored at once"):
-        _ = seen.layer
 
 
 def test_the_newest_queries_come_in_order() -> None:

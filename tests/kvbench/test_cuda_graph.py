@@ -16,12 +16,13 @@ from kv_runs import finish, kept_now
 from op_tape import Tape, record
 
 from kvbench import make_policy
+from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
-from kvbench.engine import batch as engine
+from kvbench.cache.joining import can_record
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.sequence import LiveSequence, Request
-from kvbench.models.replay import can_record, can_replay, check_graph
+from kvbench.models.replay import can_replay, check_graph
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slots import GROWTH
 
@@ -50,10 +51,10 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
         monkeypatch.setattr(torch.cuda, "graph", record)
-        monkeypatch.setattr(engine, "use_triton", lambda x: True)
+        monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
         for part in ("scorers.roco", "stores.token_codes", "stores.turboquant", "stores.quantiser"):
             monkeypatch.setattr(f"kvbench.policies.{part}.on_host", lambda x: False)
-        monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
+        monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
     replay, recorded = torch.cuda.CUDAGraph.replay, Recorder._record
 
     def counted(graph: Any) -> None:
@@ -202,7 +203,7 @@ def test_scores_that_are_nan_end_their_sequence_only(counts: Counts) -> None:
     first, second = flight.admit(request(LENGTH, 12), [policy_of("h2o"), policy_of("tova")])
     for _ in range(4):
         flight.step()
-    assert flight.devices
+    assert flight._recorded.tables
     with torch.inference_mode():
         for x in (layer.store.memory["attention_sum"] for layer in first.cache.sequence.layers):
             x.fill_(torch.nan)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
@@ -79,7 +80,8 @@ def test_no_called_step_at_the_budget_reads_a_number_from_the_device(
     slug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operations of a step as a GPU would run it, counted on a CPU."""
-    monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
+    monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
+    monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
     monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
     model = prepare(tiny(dtype=torch.float32))
     cache = isolated(KVCache(model.config, policy_of(slug), prompt_length=LENGTH, question=LENGTH - 6))

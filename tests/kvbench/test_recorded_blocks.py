@@ -47,7 +47,7 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
         monkeypatch.setattr(torch.cuda, "graph", record)
-        monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
+        monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
         monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
         monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda x: False))
 

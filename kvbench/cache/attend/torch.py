@@ -29,6 +29,8 @@ class TorchBackend(Backend):
     workspace = 2**23
     growth = 1.0
     reads_at_once = True
+    reads_groups = False
+    evicts_codes = True
 
     def __init__(self) -> None:
         self._layers: List[List[Layer]] = []  # of every row

@@ -28,6 +28,8 @@ class TritonBackend(Backend):
     workspace = 2**29
     growth = 1.5
     reads_at_once = False
+    reads_groups = True
+    evicts_codes = False
 
     def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: List[List[Layer]]) -> None:
         """Nothing to do: kernels read starts and counts on the device."""

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvbench.cache.hook import attention
+from kvbench.cache.joining import can_record
 from kvbench.config.presets import make_policy
 from kvbench.engine.generate import generate_tokens
 from kvbench.errors import UsageError
 from kvbench.models.given import borrowed
-from kvbench.models.replay import can_record
 from kvbench.policies.policy import Policy
 from kvbench.policies.press import INSTALL
 from kvbench.tools.bench.settings import Settings

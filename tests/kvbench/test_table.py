@@ -1,4 +1,4 @@
-"""Decoding of all dense sequences at once, as on a GPU, equals decoding group by group."""
+"""Sequences that decode in a table are what they are alone, and the two backends give the same."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench import KVCache, make_policy
-from kvbench.cache import device_batch
-from kvbench.cache.device_batch import DeviceBatch
+from kvbench.cache.attend import triton
+from kvbench.cache.attend.torch import TorchBackend
+from kvbench.cache.attend.triton import TritonBackend
+from kvbench.cache.cache import leave_tables
 from kvbench.cache.hook import prepare
-from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill
@@ -42,12 +43,15 @@ def asked(length: int, seed: int, new: int) -> Request:
     return Request(torch.tensor([prompt(length, seed)]), new)
 
 
+BACKEND = "kvbench.cache.attend.backend_of"
+
+
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences decode in a `DeviceBatch`, and no number is read back from the device."""
-    monkeypatch.setattr(engine, "use_triton", lambda x: True)
+    """Slots are gathered by index, as on a GPU, and no number is read back from the device."""
+    monkeypatch.setattr(BACKEND, lambda like: TritonBackend())
     monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
-    monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
+    monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
 
 
 def decoded(
@@ -55,7 +59,7 @@ def decoded(
 ) -> list[Any]:
     """What every sequence of three examples is in the end; the later ones join later and end earlier.
 
-    shares: of the sequences, on the device in every step.
+    shares: of the sequences, in tables in every step.
     """
     flight, rows = flight or DecodeBatch(model), []
     for seed, length, new in ((1, 90, 20), (2, 71, 9), (3, 80, 6)):
@@ -63,7 +67,7 @@ def decoded(
         for _ in range(seed):
             flight.step()
             if shares is not None:
-                shares.append(sum(len(batch.sequences) for batch in flight.devices) / flight.in_flight)
+                shares.append(sum(one.held.table is not None for one in flight.sequences) / flight.in_flight)
     finish(flight)
     return [(row.error, row.tokens, *held(row.cache)) for row in rows]
 
@@ -75,11 +79,13 @@ def held(cache: KVCache) -> tuple[Any, ...]:
 
 
 def equal_one_by_one(model: Any, some: Sequence[Policy]) -> list[float]:
-    """The shares of the sequences on the device in every step; what they end as is what they end as one by one."""
+    """The shares of the sequences in tables in every step; they end as those of views, and of the general path."""
     shares = list[float]()
     together = decoded(model, some, shares)
-    with patch.object(engine, "use_triton", lambda x: False):
+    with patch(BACKEND, lambda like: TorchBackend()):
         assert together == decoded(model, some)
+    with patch("kvbench.cache.cache.can_join", lambda sequence: False):
+        assert [one[:3] for one in together] == [one[:3] for one in decoded(model, some)]
     return shares
 
 
@@ -136,32 +142,19 @@ def test_recurrent_states_stay_with_their_sequences(family: str) -> None:
     assert max(equal_one_by_one(prepare(tiny_hybrid(family)), policies(("full", "h2o")))) == 1
 
 
-def test_a_float64_model_decodes_without_kernels() -> None:
-    model = prepare(tiny(dtype=torch.float64))
-    flight = DecodeBatch(model)
-    (sequence,) = flight.admit(asked(90, 1, 4), [make_policy("h2o", 40)])
-    flight.step()
-    assert not flight.devices
-    assert sequence.error is None
-
-
-def test_a_sequence_may_leave_the_device_between_any_two_tokens() -> None:
+def test_a_sequence_may_leave_its_table_between_any_two_tokens() -> None:
     model, policy = model_of(), make_policy("caote_snapkv", 40, window=6)
     found = []
-    for device in (False, True):
+    for leaves in (False, True):
         cache = KVCache(model.config, policy, prompt_length=60)
-        batch, (sequence,) = DeviceBatch(model.config), cache.sequences
         with torch.inference_mode():
             logits, tokens = prefill(model, torch.tensor([prompt(60)]), cache), []
             for index in range(14):
-                on_device = device and index % 5 < 3
-                if on_device:
-                    batch.admit([] if batch.sequences else [sequence])
-                elif batch.sequences:
-                    batch.free(sequence)
-                assert bool(batch.sequences) == on_device
+                if leaves and index % 5 == 3:
+                    leave_tables(cache.sequences)
                 tokens.append(logits.argmax(-1, keepdim=True))
-                logits = next_logits(model, tokens[-1], torch.tensor([[60 + index]]), batch if on_device else cache)
+                logits = next_logits(model, tokens[-1], torch.tensor([[60 + index]]), cache)
+                assert cache.sequence.table is not None
         found.append(([int(token) for token in tokens], *held(cache)))
     assert found[0] == found[1]
 
@@ -169,7 +162,7 @@ def test_a_sequence_may_leave_the_device_between_any_two_tokens() -> None:
 def test_the_attention_sums_of_h2o_are_those_of_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
     model, found = model_of(), []
     for device in (True, False):
-        monkeypatch.setattr(engine, "use_triton", lambda x, device=device: device)
+        monkeypatch.setattr(BACKEND, lambda like, device=device: TritonBackend() if device else TorchBackend())
         flight = DecodeBatch(model)
         rows = [row for seed in (1, 2) for row in flight.admit(asked(90, seed, 16), policies(("h2o",)))]
         finish(flight)
@@ -192,7 +185,7 @@ def addresses(row: LiveSequence) -> list[int]:
 def test_a_failed_step_ends_its_sequences_and_leaves_nothing_behind(
     device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "use_triton", lambda x: device)
+    monkeypatch.setattr(BACKEND, lambda like: TritonBackend() if device else TorchBackend())
     model, some = model_of(layers=4), policies(("h2o", "tova"))
     expected, flight = decoded(model, some), DecodeBatch(model)
     rows = flight.admit(asked(60, 1, 9), some)
@@ -209,7 +202,7 @@ def test_a_failed_step_ends_its_sequences_and_leaves_nothing_behind(
 def test_layers_can_be_read_between_two_steps(slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, found = model_of(), []
     for device in (True, False):
-        monkeypatch.setattr(engine, "use_triton", lambda x, device=device: device)
+        monkeypatch.setattr(BACKEND, lambda like, device=device: TritonBackend() if device else TorchBackend())
         flight, read = DecodeBatch(model), list[Any]()
         (row, *_) = flight.admit(asked(60, 1, 9), policies((slug,), (40, 80)))
         while flight.in_flight:
@@ -252,9 +245,9 @@ def test_one_launch_of_attention_serves_all_budgets_and_operations_do_not_grow_w
 ) -> None:
     """Two policies, three budgets, of which a prompt of 60 tokens is below one; 6 and 12 sequences."""
     launches = list[int]()
-    attention = device_batch.decode_attention_flat
+    attention = triton.decode_attention_flat
     monkeypatch.setattr(
-        device_batch, "decode_attention_flat", lambda *args, **how: (launches.append(1), attention(*args, **how))[1]
+        triton, "decode_attention_flat", lambda *args, **how: (launches.append(1), attention(*args, **how))[1]
     )
     model, some, found = model_of(layers=4), policies(("tova", "h2o"), (40, 50, 100)), []
     for examples in (1, 2):
@@ -264,11 +257,12 @@ def test_one_launch_of_attention_serves_all_budgets_and_operations_do_not_grow_w
         for _ in range(3):
             flight.step()
         launches.clear()
-        (device,) = flight.devices
-        assert len(device.sequences) == 6 * examples
-        tokens = torch.zeros(len(device.rows), 1, dtype=torch.long)
+        cache = flight._cache
+        rows = cache.begin_step(pads=False)
+        assert len(rows) == 6 * examples
+        tokens, places = torch.zeros(len(rows), 1, dtype=torch.long), cache.next_positions
         with torch.inference_mode(), Operations() as operations:
-            next_logits(model, tokens, device.positions, device)
+            next_logits(model, tokens, places, cache)
         found.append((len(launches), operations.count))
     assert found[0][0] == 4, "one launch in each layer"
     assert found[0] == found[1]
