@@ -12,9 +12,9 @@ from kvbench.results.statistics import FEWEST, Difference, corrected
 
 _LEGEND = (
     "lost, gained: answers that only full, and only this policy, gets right (graded scores: what they lose and gain); "
-    "net: gained - lost, *: p (Holm) <= 0.05; p: McNemar or bootstrap; p (Holm): corrected for the rows; length: tokens "
-    "of the answers, EOS included, minus those of full; cut off: answers that reached max_new_tokens; KV footprint: "
-    "entries held, summed over all fed tokens and pre-passes, as a share of the full cache's"
+    "net: gained - lost, *: p (Holm) <= 0.05; p: McNemar or bootstrap; p (Holm): corrected for the rows; length: "
+    "tokens of the answers, EOS included, minus those of full; cut off: answers that reached max_new_tokens; KV "
+    "footprint: entries held, summed over all fed tokens and pre-passes, as a share of the full cache's"
 )
 
 
