@@ -16,7 +16,16 @@ from uuid import uuid4
 import yaml
 
 from kvbench.errors import UsageError, first_line
-from kvbench.results.files import held, read_yaml, remove_torn, write_atomically, write_json, yaml_text
+from kvbench.results.files import (
+    held,
+    read_bytes,
+    read_json,
+    read_yaml,
+    remove_torn,
+    write_atomically,
+    write_json,
+    yaml_text,
+)
 from kvbench.results.samples import FILE_NAME as SAMPLES
 from kvbench.results.samples import read_samples
 
@@ -195,8 +204,8 @@ def write_state(out: Path, run_id: str, state: RunState) -> None:
 def read_state(out: Path, run_id: str) -> RunState | None:
     """The state of a run; None if it was never started."""
     try:
-        return RunState(**json.loads(state_path(out, run_id).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return RunState(**read_json(state_path(out, run_id)))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 
@@ -206,9 +215,9 @@ def examples(folder: Path) -> tuple[int, int]:
     Raises ValueError if its samples are damaged.
     """
     try:
-        summarized = int(json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["n"])
+        summarized = int(read_json(folder / "metrics.json")["n"])
         stat = (folder / SAMPLES).stat()
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0, 0
     n, failed = _counted(folder / SAMPLES, stat.st_mtime_ns, stat.st_size)
     return (n, failed) if n >= summarized else (0, 0)
@@ -230,7 +239,7 @@ def _counted(path: Path, modified: int, size: int) -> tuple[int, int]:
 def lines(folder: Path) -> int:
     """The number of examples of a run on disk."""
     try:
-        return (folder / SAMPLES).read_bytes().count(b"\n")
+        return read_bytes(folder / SAMPLES).count(b"\n")
     except OSError:
         return 0
 
@@ -242,8 +251,7 @@ def missing_records(folder: Path) -> list[str]:
 
 def _begins(path: Path) -> bool:
     try:
-        with path.open("rb") as stream:
-            return stream.read(1) not in (b"", b"\0")
+        return read_bytes(path)[:1] not in (b"", b"\0")
     except OSError:
         return False
 
