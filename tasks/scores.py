@@ -48,11 +48,13 @@ def bag_f1(predicted: Sequence[str], expected: Sequence[str]) -> float:
 
 
 _NO_LETTER = "0-9A-Za-z_\u00aa-\u1fff"  # Chinese and Japanese characters may touch a letter that stands alone
-_BECAUSE = "is|because|since|as|and|or|over|rather"  # words that follow an option, but neither "I" nor "A" of a sentence
+_BECAUSE = (
+    "is|because|since|as|and|or|over|rather"  # words that follow an option, but neither "I" nor "A" of a sentence
+)
 _SENTENCE_WORD = re.compile(rf"(?:\bI|(?:^|[.!?\n])[\s*]*A)(?=\s+(?!(?:{_BECAUSE})\b)[a-z])")
 _REJECTED = re.compile(r"(?:\bnot|n['’]t|rather than|instead of)\s+(?:option\s+)?[(*]*$")
 _STATED = re.compile(
-    r"(?:(?i:\b(?:answer|correct (?:choice|option))\s*(?:is|:|=))|答案(?:应该|应)?[是为選选]?|(?:应该|应|故|因此)?选(?:择)?(?!项))"
+    r"(?:(?i:\b(?:answer|correct (?:choice|option))\s*(?:is|:|=))|答案(?:应该?)?[是为选]?|选择?(?!项))"
     r"[\s*:：(（\[\"'“$]*(?:(?i:option)\s+)?(?:\\(?:boxed|text)\s*\{)*[\s(（]*$"
 )
 
