@@ -104,7 +104,7 @@ def _word_at_place(verifier: Any, answer: str) -> bool:  # noqa: ANN401
 
     sentences = sent_tokenize(answer)
     words = _words(sentences[verifier._n - 1]) if len(sentences) >= verifier._n else []
-    return len(words) >= verifier._m and words[verifier._m - 1].lower() == verifier._keyword.lower()
+    return len(words) >= verifier._m and words[verifier._m - 1].lower() == str(verifier._keyword).lower()
 
 
 def _second_words(verifier: Any, answer: str) -> bool:  # noqa: ANN401
@@ -112,7 +112,7 @@ def _second_words(verifier: Any, answer: str) -> bool:  # noqa: ANN401
 
     words = [word.lower() for word in word_tokenize(answer)]
     last = 3 if words and words[-1] in string.punctuation else 2
-    return len(words) >= last and words[1] == words[-last] == verifier._keyword.lower()
+    return len(words) >= last and words[1] == words[-last] == str(verifier._keyword).lower()
 
 
 def _title_case(_: Any, answer: str) -> bool:  # noqa: ANN401
