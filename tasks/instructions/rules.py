@@ -104,7 +104,7 @@ def _word_at_place(verifier: Any, answer: str) -> bool:  # noqa: ANN401
 
     sentences = sent_tokenize(answer)
     words = _words(sentences[verifier._n - 1]) if len(sentences) >= verifier._n else []
-    return len(words) >= verifier._m and words[verifier._m - 1].lower() == str(verifier._keyword).lower()
+    return len(words) >= int(verifier._m) and words[verifier._m - 1].lower() == str(verifier._keyword).lower()
 
 
 def _second_words(verifier: Any, answer: str) -> bool:  # noqa: ANN401
