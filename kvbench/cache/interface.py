@@ -16,8 +16,11 @@ Result = TypeVar("Result")
 
 
 def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Exclude a function from `torch.compile`. Unlike `torch.compiler.disable`, it keeps the types of the function."""
-    return cast(Callable[Parameters, Result], torch.compiler.disable(function))
+    """Exclude a function from `torch.compile`.
+
+    Unlike `torch.compiler.disable`, it imports the compiler at the first call, and keeps the types of the function.
+    """
+    return cast(Callable[Parameters, Result], torch._disable_dynamo(function))
 
 
 class _NotATensorError(InterfaceError, AttributeError):
