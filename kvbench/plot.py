@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from kvbench.errors import UsageError
-from kvbench.terminal.command import PATH, Command, program
+from kvbench.terminal.command import PATH, Command, log_to_stderr, program
 from kvbench.terminal.outputs import check_folder, check_output
 
 FORMATS = (".svg", ".png", ".pdf")
@@ -62,7 +62,7 @@ def _only(field: str) -> Callable[[F], F]:
 @_only("budget")
 def cli(place: Path, output: Path, suffix: str | None, rename: Sequence[str], **options: Any) -> None:  # noqa: ANN401
     """Draw the selected figures and print their paths."""
-    logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     logging.getLogger("kvbench").setLevel(logging.INFO)
     from kvbench.report.figures import panels, pictures, sheet  # imported here: matplotlib takes a second
 

@@ -38,6 +38,7 @@ from kvbench.results.session import machine, other_versions
 from kvbench.results.statistics import FEWEST, Difference
 from kvbench.results.summary import Outcome, StoredSamples, outcomes_of, read_summary
 from kvbench.tasks.trust import reading
+from kvbench.terminal.escapes import visible
 
 FINISHED, UNFINISHED = "finished", "unfinished"
 
@@ -173,7 +174,7 @@ class Result(Numbers, Described):
             replace(
                 self,
                 samples=tuple(samples),
-                subset=(subset := f"{key}={value}"),
+                subset=(subset := visible(f"{key}={value}")),
                 baseline=baselines.get(subset),
                 **numbers(metrics(samples)),
             )
@@ -288,7 +289,7 @@ def _result(folder: Path, samples: Sequence[Sample], config: Mapping[str, Any], 
     naming = Naming(**{**stored, "changed": tuple(stored["changed"])})
     found = Result(
         folder=folder,
-        run_id=config["run_id"],
+        run_id=visible(config["run_id"]),
         identity=config["identity"],
         environment=environment,
         samples=samples,

@@ -23,6 +23,7 @@ from kvbench.results.samples import Sample
 from kvbench.run.run import Run, build_run
 from kvbench.run.run_config import typed
 from kvbench.terminal.command import write_message
+from kvbench.terminal.escapes import visible
 
 log = logging.getLogger(__name__)
 
@@ -269,4 +270,4 @@ def print_plan(entries: Sequence[Entry], runs: Mapping[str, Run]) -> None:
         sys.stdout.write(f"{entry.run_id}: {len(prompts)} prompts, {counts[-1]} tokens\n")
     shared = sum(len(prompt.ids) for prompts in made.values() for prompt in prompts)
     sys.stdout.write(f"{len(counts)} runs: {sum(counts)} prompt tokens, {shared} with shared prefills\n")
-    sys.stdout.write(f"the first prompt:\n{shown}\n")
+    sys.stdout.write("the first prompt:\n" + visible(shown, "\n\t") + "\n")

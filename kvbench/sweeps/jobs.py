@@ -31,6 +31,7 @@ from kvbench.results.files import held, is_held
 from kvbench.results.session import versions
 from kvbench.sweeps.worker import STOP_SECONDS, Job, Submission, jobs_folder, start, submitted
 from kvbench.terminal.command import write_message
+from kvbench.terminal.escapes import visible
 
 if TYPE_CHECKING:
     from kvbench.results.result import Result
@@ -195,14 +196,15 @@ def _status(out: Path, entry: Entry, job: Job | None, in_task: int | None) -> St
 
 def print_statuses(found: Sequence[Status]) -> None:
     """Print a line for each run, the errors, and the number of runs of each state."""
-    width = max(len(one.entry.title) for one in found)
-    for one in found:
+    titles = [visible(str(one.entry.title)) for one in found]
+    width = max(map(len, titles), default=0)
+    for one, title in zip(found, titles, strict=True):
         numbers = f"{one.done}/{'?' if one.total is None else one.total}"
         job = "" if one.job is None else f"  job {one.job.id}"
-        sys.stdout.write(f"{one.entry.title:{width}}  {one.state:12}  {numbers:>9}{job}\n")
-    for one in found:
+        sys.stdout.write(f"{title:{width}}  {one.state:12}  {numbers:>9}{job}\n")
+    for one, title in zip(found, titles, strict=True):
         if one.error is not None:
-            sys.stdout.write(f"{one.entry.title}: {one.error}\n")
+            sys.stdout.write(f"{title}: {visible(str(one.error))}\n")
     counts = Counter(one.state for one in found)
     listed = ", ".join(f"{counts[s]} {s}" for s in (FINISHED, RUNNING, QUEUED, FAILED, LEFT) if counts[s])
     sys.stdout.write(f"{len(found)} run{'s' * (len(found) != 1)}: {listed}\n")

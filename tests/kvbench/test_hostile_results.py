@@ -3,6 +3,7 @@
 import csv
 import json
 import pickle
+import re
 import shutil
 import socket
 import sys
@@ -12,13 +13,16 @@ from math import exp, log
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
-from plotted_runs import answered, write_run
+from markdown_it import MarkdownIt
+from plotted_runs import answered, described, write_run
 
 from kvbench.cli import main as run
 from kvbench.config.parts import build
 from kvbench.config.presets import named_config
+from kvbench.plot import main as plot
 from kvbench.report.html.report import main as report
 from kvbench.results.__main__ import main as results
 from kvbench.results.files import read_yaml, write_yaml
@@ -248,14 +252,78 @@ def test_status_of_a_foreign_sweep_unpickles_nothing(theirs: Path, capsys: pytes
     assert not Path("mark").exists()
 
 
+FORMULAS = ("=cmd|'/c calc'!A1", "+cmd", "-cmd", "@sum", "\t=1", " =1", "\n=1", "-5 tokens", "＝1", "|cmd")
+SUMS = ("-2+3+cmd|' /C calc'!A0", '+1+HYPERLINK("http://made.up")', "-1.5e3*A1", "+.5-cmd", "-1)")
+PLAIN = ("％=1", "1-cmd", "-5", "+1.5e-3", "snapkv")
+
+
 def test_cells_of_a_csv_file_are_not_formulas(tmp_path: Path) -> None:
-    words = ("=cmd|'/c calc'!A1", "+cmd", "-cmd", "@sum", "\t=1", "-5 tokens", "snapkv")
-    for word in words:
-        write_run(tmp_path / "runs", "snapkv", [answered(0, 1.0)], environment={"kvbench_revision": word})
+    for word in (*FORMULAS, *SUMS, *PLAIN):
+        write_run(tmp_path / "runs", word, [answered(0, 1.0)], environment={"kvbench_revision": word})
     assert results(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "t.csv")]) == 0
     with (tmp_path / "t.csv").open(newline="") as file:
-        cells = {row["kvbench_revision"] for row in csv.DictReader(file)}
-    assert cells == {*(f"'{word}" for word in words[:5]), *words[5:]}
+        rows = list(csv.DictReader(file))
+    cells = {row["kvbench_revision"] for row in rows}
+    assert cells == {*PLAIN, *(f"'{word}" for word in (*FORMULAS, *SUMS))}
+    assert {row["policy"][0] for row in rows} & {*"=+-@|＝\t\n "} == {"-", "+"}  # of the two numbers
+
+
+NAMES = ("\x1b]0;mine\x07", "\x1b[2J", "a\nb", "a\rb", "\x9b1m", "\u202ecod", "\u2028", "a|b", "\x08\x08")
+LINKS = (
+    "![x](http://made.up/p.png)",
+    "[x](javascript:alert(1))",
+    "<javascript:alert(1)>",
+    "<img src=x onerror=alert(1)>",
+    "[x][y]",
+    "`a` **b** ~~c~~ $d$ &lt;",
+    "\\![x](y)",
+    "&#33;[x](y)",
+)
+
+
+@pytest.mark.parametrize("words", [NAMES, LINKS], ids=["signs", "links"])
+def test_names_of_others_stay_names(
+    words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(words):
+        samples = [answered(i, 1.0, task=name) for i in range(6)]
+        about: dict[str, Any] = {"environment": {"python": name}, "parts": described("SnapKV", words=name)}
+        write_run(Path("runs"), name, samples, task=words[min(number, 1)], model=words[0], **about)
+    Path("runs/broken").mkdir()
+    Path("runs/broken/samples.jsonl").write_text(json.dumps({"index": 0, "output": name, "kept_tokens": name}))
+    shown = ""
+    for options in ([], ["--by", "task"], ["--pivot", "task"], ["--changes"], ["--columns", "policy,task,run_id"]):
+        assert results(["collect", "runs", *options]) == (2 if "--changes" in options else 0)
+        for end in ("md", "tex", "txt"):
+            if "--changes" not in options:
+                assert results(["collect", "runs", *options, "-o", f"t.{end}"]) == 0
+                shown += Path(f"t.{end}").read_text()
+        lines = [line for line in Path("t.md").read_text().splitlines() if line.startswith("|")]
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1, "a name splits neither row nor cell"
+        page = MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(Path("t.md").read_text())
+        assert not re.search(r"<(a|img|em|strong|code|s)\b", page)
+    assert results(["check", "runs"]) == 1
+    assert plot(["runs", "-o", "figures"]) == 0
+    assert report(["runs", "-o", "report.html"]) == 0
+    for figure in Path("figures").glob("*.svg"):
+        ElementTree.fromstring(figure.read_text())
+    shown += "".join(capsys.readouterr())
+    assert all(sign.isprintable() or sign == "\n" for sign in shown)
+
+
+def test_titles_of_a_sweep_of_others_stay_titles(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep_file = theirs / "sweep.yaml"
+    content = read_yaml(sweep_file)
+    content["runs"][0]["title"] = "".join(NAMES)
+    content["runs"].append({**content["runs"][0], "title": "\x1b[2J", "run_id": None, "error": "\x1b[2Jno"})
+    write_yaml(sweep_file, content)
+    (theirs / ".sweep" / "jobs").mkdir(parents=True)
+    (theirs / ".sweep" / "jobs" / "\x1b[2J.json").write_text("{}")
+    assert sweep(["status", str(theirs)]) == 0
+    shown = "".join(capsys.readouterr())
+    assert "\\x1b[2J" in shown
+    assert all(sign.isprintable() or sign == "\n" for sign in shown)
 
 
 NUMBERS: dict[str, Any] = {
