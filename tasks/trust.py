@@ -36,7 +36,8 @@ def trust(modules: Iterable[str]) -> None:
         try:
             import_module(module)
         except ImportError as error:
-            raise UsageError(f"{module} cannot be imported: {error}") from error
+            hint = "; its folder must be on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
+            raise UsageError(f"{module} cannot be imported: {error}{hint}") from error
         _trusted.add(module.partition(".")[0])
 
 

@@ -54,18 +54,21 @@ class Entry:
     identity: dict[str, Any] | None = None
     error: str | None = None
     folder: str = "."  # working directory of its command: paths of its configuration are relative to it
+    modules: tuple[str, ...] = ()  # further folders with modules of the user: those beside --config-dir
 
     @contextmanager
     def working_folder(self) -> Iterator[None]:
-        """Work in `folder`, with the user's modules there, as under `python -m`. Raises UsageError if it is gone."""
+        """Work in `folder`, where modules of the user are found. Raises UsageError if it is gone."""
         if not Path(self.folder).is_dir():
             raise UsageError(f"{self.title}: the folder of its command is gone: {self.folder}")
-        sys.path.insert(0, self.folder)
+        added = [folder for folder in (self.folder, *self.modules) if folder not in sys.path]
+        sys.path += added
         try:
             with chdir(self.folder):
                 yield
         finally:
-            sys.path.remove(self.folder)
+            for folder in added:
+                sys.path.remove(folder)
 
     @property
     def key(self) -> str:
@@ -132,7 +135,7 @@ def read_definition(folder: Path) -> Definition:
     try:
         values = read_yaml(path)
         folder = values.pop("folder", ".")  # older sweeps have one for all runs
-        runs = tuple(Entry(**{"folder": folder, **run, "changed": tuple(run["changed"])}) for run in values.pop("runs"))
+        runs = tuple(_entry({"folder": folder, **run}) for run in values.pop("runs"))
         return Definition(**{**values, "commands": tuple(values["commands"])}, runs=runs)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} holds no sweep: there is no {FILE_NAME}") from None
@@ -156,9 +159,14 @@ def sweep_name(out: Path, experiment: str | None) -> str:
     return re.sub(r"[^\w.-]+", "_", experiment or out.resolve().name) or "sweep"
 
 
+def _entry(values: dict[str, Any]) -> Entry:
+    """The inverse of `_values`."""
+    return Entry(**{**values, "changed": tuple(values["changed"]), "modules": tuple(values.get("modules", ()))})
+
+
 def _values(entry: Entry, known: dict[str, Any]) -> dict[str, Any]:
     """An entry as plain data. Equal mappings become one object, which YAML writes once."""
-    values: dict[str, Any] = {**vars(entry), "changed": list(entry.changed)}
+    values: dict[str, Any] = {**vars(entry), "changed": list(entry.changed), "modules": list(entry.modules)}
     for name in ("config", "identity"):
         tree = values[name] or {}
         for key, value in tree.items():

@@ -97,7 +97,8 @@ def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
 
 
 def _run(result: Result, config: dict[str, Any], fields: dict[str, Any]) -> Run:
-    here = deepcopy({**config, "out": gettempdir(), "device": "auto", "engine": {}})
+    changing_no_result = {"out": gettempdir(), "device": "auto", "engine": {}, "logger": {}}
+    here = deepcopy({**config, **changing_no_result})
     for key, value in fields.items():
         set_field(here, key, value)
     check_parts(here, fields)
