@@ -83,6 +83,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
         detailed=len(detailed),
         recurrent=any(row.state_bytes for row in rows),
         kinds=[("score", [g for g in groups if not g.rows[0].reads]), ("NLL", [g for g in groups if g.rows[0].reads])],
+        to_full={row: one for group in groups for row, one in tables.to_full(group).items()},
         marks={row: mark for group in groups for row, mark in tables.marks(group).items()},
         matrices=tables.matrices(rows),
         figures=_figures(detailed),

@@ -13,7 +13,7 @@ from kvbench.results.labels import budget_order, natural
 from kvbench.results.metrics import Numbers
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
-from kvbench.results.statistics import ALPHA, FEWEST, holm, smallest_p
+from kvbench.results.statistics import ALPHA, FEWEST, Difference, corrected, holm, smallest_p
 
 NOTHING = "–"
 BEST, TIED, FEW, REFERENCE = "best", "≈ best", "n too small to tell", "reference"
@@ -76,6 +76,11 @@ def marks(group: Group) -> dict[Result, str]:
         if row.value == own[0].value or p >= ALPHA:
             found[row] = BEST if row.value == own[0].value else TIED
     return found
+
+
+def to_full(group: Group) -> dict[Result, Difference]:
+    """Differences from the full cache, with p corrected for the rows of the group."""
+    return corrected({row: row.difference for row in group.rows if row.difference and not row.is_full})
 
 
 def by_task(rows: Iterable[Result]) -> list[Result]:
