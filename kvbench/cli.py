@@ -17,11 +17,14 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config.compose import CONF, complete_overrides, names, refuse_unused
+from kvbench.config.folders import find_modules
 from kvbench.errors import ConfigError, UsageError, first_line, unknown
 from kvbench.terminal.command import Commands, command, our_version, program, quiet, share_cores, write_message
 from kvbench.terminal.escapes import unescaped
 
 COMPLETE = "_KVBENCH_COMPLETE"
+READ_RESULTS = ("sweep", "results", "report", "plot", "tables", "claims")
+"""Commands that find no modules in the working folder, because it may hold results of others."""
 PARTS = ("model", "policy", "task")
 """The groups of which a run has one each."""
 
@@ -122,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words == ["--version"]:
         sys.stdout.write(f"{our_version()}\n")
         return 0
+    if not words or words[0] not in READ_RESULTS:
+        find_modules(Path.cwd())
     if words and words[0] in COMMANDS.places:
         return program(COMMANDS)(words)
     if not {"-h", "--help"}.isdisjoint(words):  # Hydra would first list every group of every folder

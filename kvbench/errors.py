@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from math import inf
 from numbers import Integral, Real
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 LARGEST = 2**53
@@ -103,15 +103,6 @@ def number(name: str, value: object, low: float, high: float = inf, *, below: fl
         span = f"from {low:g} to {high:g}" if high < inf else f"of at least {low:g}"
         span += f" and below {below:g}" if below < inf else ""
         raise ConfigError(name, value, f"a number {span}")
-
-
-def own_folders(config_dir: str | Path | None) -> list[Path]:
-    """The folder of a `config_dir`, if there is one. Raises ConfigError unless it exists."""
-    folders = [] if config_dir is None else [Path(config_dir).expanduser()]
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError("config_dir", folder, why="is not a folder")
-    return folders
 
 
 def first_line(error: BaseException) -> str:

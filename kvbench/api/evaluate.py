@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.api.results import Results
+from kvbench.config.folders import own_folders
 from kvbench.engine.compute import compute_runs
-from kvbench.errors import ConfigError, UsageError, a_kind, own_folders
+from kvbench.errors import ConfigError, UsageError, a_kind
 from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy

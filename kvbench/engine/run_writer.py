@@ -17,7 +17,7 @@ from kvbench.engine.teacher_forcing import policy_for
 from kvbench.errors import UsageError, refusing
 from kvbench.models.prompt import Prompt
 from kvbench.policies.schedule import Blocks
-from kvbench.results.files import RunBusyError, held, remove_torn, write_json, write_yaml
+from kvbench.results.files import RunBusyError, held, read_json, remove_torn, write_json, write_yaml
 from kvbench.results.labels import names
 from kvbench.results.metrics import write_metrics
 from kvbench.results.samples import FILE_NAME, Sample, SampleFile, open_samples, read_samples
@@ -296,7 +296,7 @@ def _record_environment(run: Run, folder: Path, here: Mapping[str, Any]) -> None
 def _environments(folder: Path) -> list[dict[str, Any]]:
     """The environments in which a run was computed so far."""
     try:
-        first = json.loads((folder / _ENVIRONMENT).read_text(encoding="utf-8"))
+        first = read_json(folder / _ENVIRONMENT)
     except (FileNotFoundError, ValueError):
         return []
     return [first, *first.pop("resumed", [])]

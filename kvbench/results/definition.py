@@ -16,7 +16,16 @@ from uuid import uuid4
 import yaml
 
 from kvbench.errors import UsageError, first_line
-from kvbench.results.files import held, read_yaml, remove_torn, write_atomically, write_json, yaml_text
+from kvbench.results.files import (
+    held,
+    read_bytes,
+    read_json,
+    read_yaml,
+    remove_torn,
+    write_atomically,
+    write_json,
+    yaml_text,
+)
 from kvbench.results.samples import FILE_NAME as SAMPLES
 from kvbench.results.samples import read_samples
 
@@ -45,18 +54,21 @@ class Entry:
     identity: dict[str, Any] | None = None
     error: str | None = None
     folder: str = "."  # working directory of its command: paths of its configuration are relative to it
+    modules: tuple[str, ...] = ()  # further folders with modules of the user: those beside --config-dir
 
     @contextmanager
     def working_folder(self) -> Iterator[None]:
-        """Work in `folder`, with the user's modules there, as under `python -m`. Raises UsageError if it is gone."""
+        """Work in `folder`, where modules of the user are found. Raises UsageError if it is gone."""
         if not Path(self.folder).is_dir():
             raise UsageError(f"{self.title}: the folder of its command is gone: {self.folder}")
-        sys.path.insert(0, self.folder)
+        added = [folder for folder in (self.folder, *self.modules) if folder not in sys.path]
+        sys.path += added
         try:
             with chdir(self.folder):
                 yield
         finally:
-            sys.path.remove(self.folder)
+            for folder in added:
+                sys.path.remove(folder)
 
     @property
     def key(self) -> str:
@@ -123,7 +135,7 @@ def read_definition(folder: Path) -> Definition:
     try:
         values = read_yaml(path)
         folder = values.pop("folder", ".")  # older sweeps have one for all runs
-        runs = tuple(Entry(**{"folder": folder, **run, "changed": tuple(run["changed"])}) for run in values.pop("runs"))
+        runs = tuple(_entry({"folder": folder, **run}) for run in values.pop("runs"))
         return Definition(**{**values, "commands": tuple(values["commands"])}, runs=runs)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} holds no sweep: there is no {FILE_NAME}") from None
@@ -147,9 +159,14 @@ def sweep_name(out: Path, experiment: str | None) -> str:
     return re.sub(r"[^\w.-]+", "_", experiment or out.resolve().name) or "sweep"
 
 
+def _entry(values: dict[str, Any]) -> Entry:
+    """The inverse of `_values`."""
+    return Entry(**{**values, "changed": tuple(values["changed"]), "modules": tuple(values.get("modules", ()))})
+
+
 def _values(entry: Entry, known: dict[str, Any]) -> dict[str, Any]:
     """An entry as plain data. Equal mappings become one object, which YAML writes once."""
-    values: dict[str, Any] = {**vars(entry), "changed": list(entry.changed)}
+    values: dict[str, Any] = {**vars(entry), "changed": list(entry.changed), "modules": list(entry.modules)}
     for name in ("config", "identity"):
         tree = values[name] or {}
         for key, value in tree.items():
@@ -187,8 +204,8 @@ def write_state(out: Path, run_id: str, state: RunState) -> None:
 def read_state(out: Path, run_id: str) -> RunState | None:
     """The state of a run; None if it was never started."""
     try:
-        return RunState(**json.loads(state_path(out, run_id).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return RunState(**read_json(state_path(out, run_id)))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 
@@ -198,9 +215,9 @@ def examples(folder: Path) -> tuple[int, int]:
     Raises ValueError if its samples are damaged.
     """
     try:
-        summarized = int(json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["n"])
+        summarized = int(read_json(folder / "metrics.json")["n"])
         stat = (folder / SAMPLES).stat()
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0, 0
     n, failed = _counted(folder / SAMPLES, stat.st_mtime_ns, stat.st_size)
     return (n, failed) if n >= summarized else (0, 0)
@@ -222,7 +239,7 @@ def _counted(path: Path, modified: int, size: int) -> tuple[int, int]:
 def lines(folder: Path) -> int:
     """The number of examples of a run on disk."""
     try:
-        return (folder / SAMPLES).read_bytes().count(b"\n")
+        return read_bytes(folder / SAMPLES).count(b"\n")
     except OSError:
         return 0
 
@@ -234,8 +251,7 @@ def missing_records(folder: Path) -> list[str]:
 
 def _begins(path: Path) -> bool:
     try:
-        with path.open("rb") as stream:
-            return stream.read(1) not in (b"", b"\0")
+        return read_bytes(path)[:1] not in (b"", b"\0")
     except OSError:
         return False
 

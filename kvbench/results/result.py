@@ -19,7 +19,7 @@ import yaml
 from kvbench.errors import UsageError, instead
 from kvbench.results.changes import Changes, changes
 from kvbench.results.described import Described
-from kvbench.results.files import read_yaml
+from kvbench.results.files import read_json, read_yaml
 from kvbench.results.labels import (
     NAMED,
     Naming,
@@ -37,6 +37,7 @@ from kvbench.results.samples import FILE_NAME, Sample, read_samples
 from kvbench.results.session import machine, other_versions
 from kvbench.results.statistics import FEWEST, Difference
 from kvbench.results.summary import Outcome, StoredSamples, outcomes_of, read_summary
+from kvbench.tasks.trust import reading
 
 FINISHED, UNFINISHED = "finished", "unfinished"
 
@@ -219,6 +220,7 @@ class Results(Sequence[Result]):
         return [each for row in self for each in (row, *(part for key in keys for part in row.parts(key)))]
 
 
+@reading()
 def load_results(folder: Path) -> Results:
     """All runs in or below `folder`. An unfinished run has its finished examples and `state` "unfinished".
 
@@ -281,7 +283,7 @@ def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> 
 
 
 def _result(folder: Path, samples: Sequence[Sample], config: Mapping[str, Any], measured: Mapping[str, Any]) -> Result:
-    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    environment = read_json(folder / "environment.json")
     stored, resumed = config["naming"], environment.get("resumed", [])
     naming = Naming(**{**stored, "changed": tuple(stored["changed"])})
     found = Result(

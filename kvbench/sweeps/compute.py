@@ -224,8 +224,9 @@ def compute(entries: Sequence[Entry], runs: Mapping[str, Run], out: Path, tracke
     """
     recorder = Recorder({entry.key: entry.title for entry in entries}, out, tracker)
     try:
-        for folder in dict.fromkeys(entry.folder for entry in entries):  # data is read while runs are computed
-            some = [entry for entry in entries if entry.folder == folder]
+        places = [(entry.folder, entry.modules) for entry in entries]
+        for place in dict.fromkeys(places):  # data is read while runs are computed
+            some = [entry for entry, own in zip(entries, places, strict=True) if own == place]
             with some[0].working_folder():
                 compute_runs([runs[entry.key] for entry in some if entry.key in runs], recorder)
     finally:

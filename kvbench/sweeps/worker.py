@@ -26,7 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kvbench.results.definition import SWEEP_FOLDER, read_definition
-from kvbench.results.files import is_locked, write_json
+from kvbench.results.files import is_locked, read_json, write_json
 from kvbench.terminal.command import log_to_stderr, quiet, share_cores, sigterm_as_interrupt
 
 if TYPE_CHECKING:
@@ -95,12 +95,12 @@ def submitted(out: Path) -> dict[str, Job]:
     found: dict[str, Job] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
             job = Job(folder, path.stem, values["cluster"], tuple(values["keys"]), str(values.get("name", "")))
             if not re.fullmatch(r"\w[\w-]*", job.id) or job.cluster not in ("slurm", "local"):
                 raise ValueError("not a job")
             found |= dict.fromkeys(job.keys, job)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning("%s is ignored: %s", path, error)
     return found
 

@@ -4,18 +4,27 @@ import csv
 import json
 import pickle
 import shutil
+import socket
 import sys
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import exp, log
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 from plotted_runs import answered, write_run
 
 from kvbench.cli import main as run
+from kvbench.config.parts import build
+from kvbench.config.presets import named_config
 from kvbench.report.html.report import main as report
 from kvbench.results.__main__ import main as results
 from kvbench.results.files import read_yaml, write_yaml
+from kvbench.results.result import read_result
 from kvbench.sweep import main as sweep
+from kvbench.tasks.trust import reading
 
 SMALL = ("task.lengths=[400]", "task.depths=[0.5]", "task.repeats=1", "task.max_new_tokens=8", "policy=snapkv")
 
@@ -47,6 +56,8 @@ NODES: dict[str, tuple[str, Any]] = {
     "code of a model": ("model", {"hub_id": "some/model", "trust_remote_code": True}),
     "code of an answer": ("task", {"_target_": "kvbench.tasks.lm_eval.task.LmEval", "allow_code_execution": True}),
     "task files": ("task", {"_target_": "kvbench.tasks.lm_eval.task.LmEval", "task": "x", "include_path": "."}),
+    "a task of lm-eval": ("task", {"_target_": "kvbench.tasks.lm_eval.task.LmEval", "task": "gsm8k"}),
+    "a function of kvbench": ("task", {"_target_": "kvbench.tasks.longproc.programs.pseudo_to_code", "output": ""}),
 }
 
 
@@ -67,25 +78,156 @@ def test_a_configuration_of_others_builds_only_parts_of_kvbench(
     assert "theirs_module" not in sys.modules
 
 
+class Server:
+    """A server on this machine in place of the Hub: `asked` has the paths of all requests."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            def parse_request(self) -> bool:
+                asked.append(str(self.raw_requestline))
+                self.requestline, self.request_version, self.command, self.close_connection = "", "HTTP/1.1", "", True
+                self.send_error(404)
+                return False
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = Thread(target=self.server.serve_forever, daemon=True)
+        self.thread.start()
+        address, constants = f"http://127.0.0.1:{self.server.server_port}", "huggingface_hub.constants"
+        monkeypatch.setattr(f"{constants}.ENDPOINT", address)
+        monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/{revision}/{filename}")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    server = Server(monkeypatch)
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
+
+
+GGUF = {"path": None, "bundled": None, "gguf_file": "x.gguf"}
+MODELS: dict[str, dict[str, Any]] = {
+    "a package beside the results": {**GGUF, "package": "theirs_module"},
+    "a package inside one": {**GGUF, "package": "theirs_package.inner.deep"},
+    "a relative package": {**GGUF, "package": ".theirs_module"},
+    "a model of the Hub": {**GGUF, "gguf_file": None, "hub_id": "made/up"},
+    "a GGUF file of the Hub": {**GGUF, "hub_id": "made/up", "revision": "0" * 40},
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
+def test_reading_results_imports_and_fetches_no_model(
+    model: dict[str, Any], theirs: Path, hub: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("theirs_package", "theirs_package/inner"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("open('mark', 'w')\n")
+    (path,) = theirs.glob("*/config.yaml")
+    config = read_yaml(path)
+    config["config"]["model"] = {**config["config"]["model"], **model}
+    config["identity"]["model"] = {"hub_id": "made/up", "commit": "0" * 40}
+    write_yaml(path, config)
+    assert results(["check", str(theirs)]) == 1
+    assert report([str(theirs), "-o", "report.html"]) == 0
+    assert "Prompts are not shown" in Path("report.html").read_text()
+    assert results(["collect", str(theirs)]) == 0
+    assert hub.asked == []
+    assert not Path("mark").exists()
+    assert not {"theirs_module", "theirs_package"} & {*sys.modules}
+
+
+@pytest.mark.parametrize("task", ["longbench/qasper", "loogle/shortdep_qa", "math500"])
+def test_reading_results_fetches_no_data(task: str, theirs: Path, hub: Server) -> None:
+    (path,) = theirs.glob("*/config.yaml")
+    config = read_yaml(path)
+    config["config"]["task"] = named_config("task", task)
+    write_yaml(path, config)
+    assert results(["check", str(theirs)]) == 1
+    assert report([str(theirs), "-o", "report.html"]) == 0
+    assert hub.asked == []
+    with pytest.raises(ValueError, match="cannot be"):
+        next(build(config["config"]["task"]).examples(None, 0))
+    assert hub.asked, "without `reading` the same task asks the Hub"
+
+
+def test_a_connection_is_refused_while_results_are_read(hub: Server) -> None:
+    address = hub.server.server_address
+    with reading():
+        for connect in (lambda: socket.create_connection(address), lambda: socket.getaddrinfo("made.up", 80)):
+            with pytest.raises(ConnectionRefusedError, match="results are read without the network"):
+                connect()
+    with socket.create_connection(address):
+        pass
+
+
+def with_measures(folder: Path, metadata: dict[str, Any], measures: Sequence[object]) -> Path:
+    """A finished run of the examples, each with its measure `m`."""
+    made = write_run(folder, "snapkv", [answered(i, 1.0, "a") for i in range(len(measures))])
+    path = made / "samples.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, measure in zip(lines, measures, strict=True):
+        line |= {"metadata": metadata, "measures": {"m,none": measure}}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return made
+
+
+TEMPLATE = "{{ cycler.__init__.__globals__.os.system('touch mark') }}"
+FUNCTIONS = [
+    *("subprocess:call", "theirs_module:summary", "lm_eval.utils:os", "lm_eval.tasks:get_task_dict", "builtins:eval"),
+    *("lm_eval.tasks._yaml_loader:load_yaml", "lm_eval.tasks.longproc.metrics:countdown", "lm_eval.api.metrics:mean"),
+    *("kvbench.tasks.longproc.programs:pseudo_to_code", "mean:theirs_module", "theirs_module.summary", ["mean"], None),
+]
+
+
+@pytest.mark.parametrize("metadata", [{"benchmark": "theirs_module"}, *FUNCTIONS])
+def test_examples_of_others_name_no_function(metadata: Any, theirs: Path, tmp_path: Path) -> None:
+    if not isinstance(metadata, dict):
+        metadata = {"benchmark": "lm_eval", "task": "x", "aggregation": {"m": metadata}}
+    (tmp_path / "x.yaml").write_text("task: x\ndataset_path: !function theirs_module.summary\n")
+    loaded = {name for name in sys.modules if name.startswith(("lm_eval.tasks.", "theirs_module"))}
+    measures = [[str(tmp_path / "x.yaml")], {"task": "x", "doc_to_text": TEMPLATE}, "touch"]
+    folder = with_measures(tmp_path / "made", metadata, measures)
+    assert results(["collect", str(tmp_path / "made")]) == 0
+    assert results(["collect", str(tmp_path / "made"), "--by", "task"]) == (0 if "task" in metadata else 2)
+    assert report([str(tmp_path / "made"), "-o", "report.html"]) == 0
+    assert set(read_result(folder).official.values()) <= {None}
+    assert not Path("mark").exists()
+    assert {name for name in sys.modules if name.startswith(("lm_eval.tasks.", "theirs_module"))} <= loaded
+
+
 @pytest.mark.parametrize(
-    "metadata",
+    ("name", "measures", "expected"),
     [
-        {"benchmark": "theirs_module"},
-        {"benchmark": "lm_eval", "task": "x", "aggregation": {"m": "subprocess:call"}},
-        {"benchmark": "lm_eval", "task": "x", "aggregation": {"m": "theirs_module:summary"}},
-        {"benchmark": "lm_eval", "task": "x", "aggregation": {"m": "lm_eval.utils:os"}},
+        ("mean", [1, 0.5, True], 2.5 / 3),
+        ("median", [3, 1, 2], 2.0),
+        ("perplexity", [-1.0, -3.0], exp(2)),
+        ("weighted_perplexity", [[-2.0, 1], [-6.0, 3]], exp(2)),
+        ("bits_per_byte", [[-2.0, 1], [-6.0, 3]], 2 / log(2)),
+        ("brier_score", [[0, [1.0, 0.0]], [1, [1.0, 0.0]]], 1.0),
+        ("f1", [[1, 1], [1, 0], [0, 0]], 2 / 3),
+        ("matthews_corrcoef", [[1, 1], [0, 0]], 1.0),
+        ("bleu", [["a b c d e", "a b c d e"]] * 2, 100.0),
+        ("chrf", [[["abcdef", "x"], "abcdef"]], 100.0),
+        ("ter", [["a b c d", "a b c x"]], 25.0),
+        ("lm_eval.tasks.ifeval.utils:agg_inst_level_acc", [[True], [False, False, True]], 0.5),
+        ("lm_eval.tasks.ruler.common_utils:aggregate_metrics", [1.0, -1, 0.5], 0.75),
+        ("lm_eval.tasks.super_glue.cb.aggregate:cb_multi_fi", [[0, 0], [1, 1], [2, 2], [1, 2]], 7 / 9),
     ],
 )
-def test_examples_of_others_name_no_function(metadata: dict[str, Any], theirs: Path, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "made", "snapkv", [answered(i, 1.0, "a") for i in range(3)])
-    path = folder / "samples.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line, word in zip(lines, ("touch", "mark", "mark2"), strict=True):
-        line |= {"metadata": metadata, "measures": {"m,none": word}}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert results(["collect", str(tmp_path / "made")]) == 0
-    assert not Path("mark").exists()
-    assert "theirs_module" not in sys.modules
+def test_the_aggregates_of_lm_eval_take_numbers(
+    name: str, measures: list[Any], expected: float, tmp_path: Path
+) -> None:
+    metadata = {"benchmark": "lm_eval", "task": "x", "aggregation": {"m": name}}
+    good = read_result(with_measures(tmp_path, metadata, measures))
+    assert good.official == {"m,none": pytest.approx(expected)}
+    for other in ({"a": 1}, [[[1]]], "1", None, [1] * 2000):
+        bad = read_result(with_measures(tmp_path, metadata, [*measures, other]))
+        assert bad.official == {"m,none": None}
 
 
 class Marking:

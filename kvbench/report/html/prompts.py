@@ -29,7 +29,7 @@ from kvbench.results.labels import compressed
 from kvbench.results.result import Result
 from kvbench.results.samples import Sample
 from kvbench.tasks.task import PlainTokenizer, Task
-from kvbench.tasks.trust import check_parts
+from kvbench.tasks.trust import check_parts, reading
 
 HEAD, TAIL, AROUND, FOUND = 60, 140, 24, 3  # tokens shown at both ends and around a reference; number of references
 
@@ -56,7 +56,8 @@ def prompts_of(run: Result, count: int) -> Prompts:
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # the run has already logged its warnings
     try:
-        return Prompts(dict(_made(run, count)))
+        with reading():
+            return Prompts(dict(_made(run, count)))
     except (UsageError, ValueError, TypeError, KeyError, ImportError, OSError, yaml.YAMLError) as error:
         return Prompts({}, f"Prompts are not shown, because they cannot be built again: {first_line(error)}.")
     finally:
