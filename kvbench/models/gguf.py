@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from functools import lru_cache
@@ -24,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvbench.cache.families import GGUF_ROPE_SCALING
 from kvbench.errors import ConfigError, UsageError
+from kvbench.models.user_cache import user_cache
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def dequantized(file: Path) -> Path:
     """
     _check_packages(file)
     source = source_digest(file)
-    folder = _cache() / f"{file.stem}-{source[:16]}"
+    folder = user_cache("gguf") / f"{file.stem}-{source[:16]}"
     if _is_whole(folder, source):
         return folder
     log.warning("dequantizing %s into %s (once)", file.name, folder)
@@ -112,10 +112,6 @@ def dequantized(file: Path) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench" / "gguf"
 
 
 def _is_whole(folder: Path, source: str) -> bool:

@@ -10,15 +10,18 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from kvbench import __version__
 from kvbench.errors import UsageError
+from kvbench.models.user_cache import user_cache
 
 FOLDERS = ("policies", "kernels", "tasks", "cache", "engine", "models")
 """The folders of the package with code that computes and scores."""
+_THIS = Path(__file__)
 
 
 def digest_of(identity: Mapping[str, Any]) -> str:
@@ -46,18 +49,34 @@ def code_digest(described: object) -> str:
 @cache
 def _code_digest(modules: frozenset[str]) -> str:
     files = [path for path in map(_file, sorted(modules)) if path is not None]
-    return hashlib.sha256("".join([_own_code(), *map(_source, files)]).encode()).hexdigest()[:16]
+    own = _own_code()
+    return (hashlib.sha256("".join([own, *map(_source, files)]).encode()).hexdigest() if files else own)[:16]
 
 
 @cache
 def _own_code() -> str:
+    """The digest of the package's version and code, in hexadecimal.
+
+    Parsing takes seconds, so the digest of the newest code is stored in the user's cache, by the bytes of its files.
+    """
     package = Path(__file__).resolve().parents[1]
     files = [path for name in FOLDERS for path in sorted((package / name).resolve().rglob("*.py"))]
+    read = [hashlib.sha256(path.read_bytes()).digest() for path in (_THIS, *files)]
+    state = hashlib.sha256(f"{sys.version_info[:2]} {__version__}".encode() + b"".join(read)).hexdigest()
+    stored = user_cache("code") / hashlib.sha256(str(package).encode()).hexdigest()[:16]
+    with suppress(OSError, UnicodeDecodeError):
+        known, _, digest = stored.read_text().partition(" ")
+        if known == state and re.fullmatch("[0-9a-f]{64}", digest):
+            return digest
     gc.disable()  # a syntax tree has 100,000s of objects, none of which is garbage yet: half the time
     try:
-        return __version__ + "".join(map(_source, files))
+        digest = hashlib.sha256((__version__ + "".join(map(_source, files))).encode()).hexdigest()
     finally:
         gc.enable()
+    with suppress(OSError):  # nothing is stored where nothing can be written
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        stored.write_text(f"{state} {digest}")
+    return digest
 
 
 def _source(path: Path) -> str:

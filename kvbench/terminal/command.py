@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import logging
 import os
@@ -11,12 +13,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -59,8 +61,28 @@ def log_to_stderr() -> None:
     logging.getLogger("kvbench").setLevel(level)
 
 
+def import_models() -> None:
+    """Import torch and transformers' models, which every run needs; none of their 100,000s of objects is garbage."""
+    gc.disable()
+    try:
+        import_module("transformers.modeling_utils")
+    finally:
+        gc.enable()
+
+
+def leave(code: int) -> NoReturn:
+    """End the process as Python does, except that it does not take modules apart, for which torch's need a second."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # its reader has closed the pipe
+            stream.flush()
+    os._exit(code)
+
+
 def quiet() -> None:
     """Logging of a run: kvbench's log lines; progress bars of libraries only on a terminal."""
+    import_models()
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
