@@ -15,7 +15,7 @@ from kvbench.engine.run_writer import RunCallback, RunWriter, work_items
 from kvbench.engine.scheduler import Scheduler
 from kvbench.models.compiled import compiled_layers
 from kvbench.models.loading import LoadedModel, load
-from kvbench.results.definition import missing_records
+from kvbench.results.definition import damaged_records
 from kvbench.results.session import Totals, environment, record
 from kvbench.run.run import Run
 from kvbench.terminal.progress import meter
@@ -64,7 +64,7 @@ def _compute(writers: Sequence[RunWriter]) -> None:
         for writer in writers:
             with writer.isolated():
                 writer.check(prompts.first(writer.run.limit))
-                if not writer.missing and not missing_records(writer.folder):
+                if not writer.missing and not damaged_records(writer.folder):
                     writer.finish()
         unfinished = [writer for writer in writers if not writer.ended]
         if unfinished:

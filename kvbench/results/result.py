@@ -18,8 +18,9 @@ import yaml
 
 from kvbench.errors import UsageError, instead
 from kvbench.results.changes import Changes, changes
+from kvbench.results.definition import is_environment
 from kvbench.results.described import Described
-from kvbench.results.files import read_json, read_yaml
+from kvbench.results.files import fits, read_json, read_yaml
 from kvbench.results.labels import (
     NAMED,
     Naming,
@@ -36,6 +37,7 @@ from kvbench.results.pairs import NLLGap, Paired, paired, shared
 from kvbench.results.samples import FILE_NAME, Sample, read_samples
 from kvbench.results.session import machine, other_versions
 from kvbench.results.statistics import FEWEST, Difference
+from kvbench.results.summary import FILE_NAME as SUMMARY
 from kvbench.results.summary import Outcome, StoredSamples, outcomes_of, read_summary
 from kvbench.tasks.trust import reading
 from kvbench.terminal.escapes import visible
@@ -266,7 +268,7 @@ def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> 
     try:
         stored = None if whole else read_summary(folder)
         if stored is not None and (limit is None or limit >= len(stored.samples)):
-            return _result(folder, stored.samples, stored.run, stored.numbers)
+            return _result(folder, stored.samples, stored.run, stored.numbers, whole)
         file = FILE_NAME
         samples = tuple(read_samples(folder / FILE_NAME)[:limit])
         if not samples:
@@ -274,7 +276,7 @@ def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> 
         file = "config.yaml"
         config = read_yaml(folder / file)
         file = "config.yaml or environment.json"
-        found = _result(folder, samples, config, metrics(samples))
+        found = _result(folder, samples, config, metrics(samples), whole)
         if not (whole or limit is not None) and found.finished:  # hundreds of runs would fill the memory
             found = replace(found, samples=StoredSamples(folder / FILE_NAME, len(samples), outcomes_of(samples)))
         return found
@@ -283,7 +285,10 @@ def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> 
         raise UsageError(f"{folder} is not a readable run ({file}: {reason})") from error
 
 
-def _result(folder: Path, samples: Sequence[Sample], config: Mapping[str, Any], measured: Mapping[str, Any]) -> Result:
+def _result(
+    folder: Path, samples: Sequence[Sample], config: Mapping[str, Any], measured: Mapping[str, Any], whole: bool
+) -> Result:
+    """whole: the caller compares run id and identity."""
     environment = read_json(folder / "environment.json")
     stored, resumed = config["naming"], environment.get("resumed", [])
     naming = Naming(**{**stored, "changed": tuple(stored["changed"])})
@@ -294,13 +299,26 @@ def _result(folder: Path, samples: Sequence[Sample], config: Mapping[str, Any], 
         environment=environment,
         samples=samples,
         naming=naming,
-        state=FINISHED if (folder / METRICS).exists() else UNFINISHED,
+        state=FINISHED if _is_finished(folder, samples, measured["n"]) else UNFINISHED,
         mixed=other_versions([environment, *resumed[:-1]], resumed[-1]) if resumed else "",
         **{name: getattr(naming, name) for name in NAMED},
         **numbers(measured),
     )
     _check(found)
+    if not whole and not all(fits(name, found.identity) for name in (found.run_id, folder.name)):
+        raise ValueError("its identity is that of another run, or damaged")
     return found
+
+
+def _is_finished(folder: Path, samples: Sequence[Sample], prompts: int) -> bool:
+    """Whether metrics were written, and for no more examples than the samples have, which may have lost lines."""
+    if isinstance(samples, StoredSamples):
+        return True
+    try:
+        written, parts = read_json(folder / METRICS), read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else {}
+        return bool(written["n"] <= prompts and parts.get("samples", 0) <= len(samples))
+    except _UNREADABLE:
+        return False
 
 
 def _check(row: Result) -> None:
@@ -312,7 +330,12 @@ def _check(row: Result) -> None:
     if budget is not None and not (isinstance(budget, int | float) and 0 < budget < inf):
         raise ValueError(f"budget={budget} is not allowed")
     _ = row.setting, row.is_full, row.when, row.weights, row.device, row.bits_per_number, machine(row.environment)
-    _ = names(naming, row.identity), row.environment["packages"].items(), row.environment["python"]
+    _ = names(naming, row.identity), row.identity["generation"]["decoding"]
+    if not is_environment(row.environment):
+        raise ValueError("environment.json does not describe a machine and its software")
+    from kvbench.results.columns import check_values  # here: it imports this module
+
+    check_values(row)
 
 
 def _named(rows: Sequence[Result]) -> list[Result]:

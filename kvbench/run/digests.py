@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import gc
 import hashlib
-import json
 import os
 import re
 import sys
@@ -18,15 +17,11 @@ from typing import Any
 from kvbench import __version__
 from kvbench.errors import UsageError
 from kvbench.models.user_cache import user_cache
+from kvbench.results.files import digest_of as digest_of
 
 FOLDERS = ("policies", "kernels", "tasks", "cache", "engine", "models")
 """The folders of the package with code that computes and scores."""
 _THIS = Path(__file__)
-
-
-def digest_of(identity: Mapping[str, Any]) -> str:
-    """The end of a run's id: the first 10 digits of the sha256 of its identity."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def with_data(task: Any) -> Any:  # noqa: ANN401 - a described task

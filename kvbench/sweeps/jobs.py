@@ -20,6 +20,7 @@ from kvbench.results.definition import (
     SWEEP_FOLDER,
     Definition,
     Entry,
+    damaged_records,
     failed_examples,
     is_complete,
     lines,
@@ -278,8 +279,8 @@ def launch(
 def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) -> list[Job]:
     """Submit the runs that are neither complete nor queued nor running."""
     with held(out / SWEEP_FOLDER, wait=True):  # of two commands, the second one sees the jobs of the first
-        found = [one for one in statuses(out, entries) if not one.complete and one.state not in ACTIVE]
-        left = [one.entry for one in found if one.entry.run_id]
+        found = [one for one in statuses(out, entries) if one.entry.run_id and one.state not in ACTIVE]
+        left = [one.entry for one in found if not one.complete or damaged_records(out / one.entry.key)]
         jobs = submit(out, name, left, launcher) if left else []
     if not left:
         write_message("nothing to submit: all runs are complete, queued or running")
