@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvbench.errors import LARGEST, UsageError
+from kvbench.errors import UsageError
 from kvbench.results.labels import NAMED, Naming
 from kvbench.results.metrics import Numbers, metrics
 from kvbench.results.result import Result, numbers
@@ -109,24 +109,6 @@ COLUMNS = (
     Column("mixed", "versions that differ within the run (allow_version_mismatch=true)", "words"),
     Column("state", "finished, or unfinished (n examples so far)", "words"),
 )
-
-
-def check_values(row: Result) -> None:
-    """Raise TypeError if a value is not of the kind of its column; a file of results may hold anything."""
-    for column in COLUMNS:
-        value = column.value(row)
-        if column.kind in ("words", "json"):
-            allowed = isinstance(value, str | None)
-        else:
-            number = isinstance(value, int if column.kind == "integer" else int | float) and not isinstance(value, bool)
-            allowed = value is None or (number and (isinstance(value, float) or abs(value) <= LARGEST))
-        if not allowed:
-            raise TypeError(f"{column.name}={value!s:.40} is not allowed")
-    if not all(isinstance(count, int) for count in (row.n, row.n_failed, row.n_shared)):
-        raise TypeError("n must be a number")
-    for name in ("official", "official_intervals", "groups", "curve"):
-        if not isinstance(getattr(row, name), Mapping | None):
-            raise TypeError(f"{name} has another form")
 
 
 def frame(rows: Sequence[Result], names: Sequence[str] = ()) -> pd.DataFrame:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import UsageError, instead
+from kvbench.errors import LARGEST, UsageError, instead
 from kvbench.results.changes import Changes, changes
 from kvbench.results.definition import is_environment
 from kvbench.results.described import Described
@@ -333,9 +333,28 @@ def _check(row: Result) -> None:
     _ = names(naming, row.identity), row.identity["generation"]["decoding"]
     if not is_environment(row.environment):
         raise ValueError("environment.json does not describe a machine and its software")
-    from kvbench.results.columns import check_values  # here: it imports this module
+    _check_kinds(row)
 
-    check_values(row)
+
+def _check_kinds(row: Result) -> None:
+    """Raise TypeError if a value is not of the kind of its column in tables."""
+    whole = {"n": row.n, "n_failed": row.n_failed, "n_shared": row.n_shared, "seed": row.identity["seed"]}
+    whole |= {name: value for name in ("scored_tokens", "block") if (value := getattr(row, name)) is not None}
+    measured = (*Numbers.__dataclass_fields__, "score", "score_low", "score_high", "nll", "nll_low", "nll_high")
+    numbers = {name: getattr(row, name) for name in (*measured, "perplexity")}
+    about = {"code": row.identity.get("code"), "kvbench_revision": row.environment["kvbench_revision"]}
+    texts = {"interval": row.interval, "weights": row.weights, "device": row.device, **about}
+    nested = {name: getattr(row, name) for name in ("official", "official_intervals", "groups", "curve")}
+    wrong = [name for name, value in whole.items() if type(value) is not int or abs(value) > LARGEST]
+    wrong += [name for name, value in numbers.items() if value is not None and not _is_number(value)]
+    wrong += [name for name, value in texts.items() if not isinstance(value, str | None)]
+    wrong += [name for name, value in nested.items() if not isinstance(value, Mapping | None)]
+    if wrong:
+        raise TypeError(f"{', '.join(wrong)}: a value has another type")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) <= LARGEST)
 
 
 def _named(rows: Sequence[Result]) -> list[Result]:
