@@ -61,6 +61,7 @@ def _compute(writers: Sequence[RunWriter]) -> None:
     """Compute one group of runs; only an interrupt is raised."""
     try:
         prompts = prompts_for([writer.run for writer in writers])
+        writers[0].run.check_data()
         for writer in writers:
             with writer.isolated():
                 writer.check(prompts.first(writer.run.limit))

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvbench import __version__
 from kvbench.errors import UsageError
+from kvbench.models.gguf import version_of
 from kvbench.models.user_cache import user_cache
 from kvbench.results.files import digest_of as digest_of
 
@@ -115,14 +116,14 @@ def data_digest(path: str) -> str:
     for file in files:
         name = "" if file == root else str(file.relative_to(root))
         if not name.startswith(".") and "/." not in name and name not in written and file.parent not in runs:
-            data.append((file, name, file.stat().st_mtime_ns, file.stat().st_size))
+            data.append((file, name, *version_of(file)))
     return _data_digest(tuple(data))
 
 
 @lru_cache(maxsize=32)  # the runs of a sweep share their tasks
-def _data_digest(files: tuple[tuple[Path, str, int, int], ...]) -> str:
+def _data_digest(files: tuple[tuple[Any, ...], ...]) -> str:
     digest = hashlib.sha256()
-    for file, name, _, _ in files:
+    for file, name, *_ in files:
         with file.open("rb") as stream:
             digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
     return f"sha256:{digest.hexdigest()[:16]}"

@@ -15,7 +15,7 @@ from kvbench.config.parts import build, refusing_in
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.engine.run_writer import RunCallback
-from kvbench.errors import UsageError, one_line
+from kvbench.errors import CHANGED, UsageError, one_line
 from kvbench.results.definition import Entry, RunState, examples, failed_examples, write_state
 from kvbench.results.files import RunBusyError, RunLostError
 from kvbench.results.result import Result, read_result
@@ -94,10 +94,7 @@ def rebuilt(entry: Entry, out: Path) -> Run:
         run = build_run(typed({**entry.config, "out": str(out)}, entry.names))
         run_id = run.run_id  # it contains digests of files below this folder
     if run_id != entry.run_id:
-        raise UsageError(
-            f"{entry.run_id} is now {run_id}: its code, its model or a file that it reads has changed since the "
-            "sweep started; run its command again"
-        )
+        raise UsageError(f"{entry.run_id} is now {run_id}: its code, {CHANGED}")
     return replace(run, changed=entry.changed, config=entry.config)
 
 
