@@ -246,7 +246,7 @@ def run_one(entry: Entry, folders: Sequence[Path]) -> float | None:
         tracker.close()
     if error is not None:
         raise UsageError(message_of(error)) if is_expected(error) else error
-    result = read_result(run.folder, run.limit)
+    result = read_result(run.folder)
     from kvbench.report.table import print_table  # pandas
 
     print_table([result])

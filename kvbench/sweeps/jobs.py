@@ -102,19 +102,20 @@ def submit(out: Path, name: str, entries: Sequence[Entry], launcher: Launcher) -
     works = [Submission(out, tuple(entry.key for entry in group), threads) for group in groups]
     folder = jobs_folder(out)
     folder.mkdir(parents=True, exist_ok=True)
+    submission = 1 + max((job.submission for job in submitted(out).values()), default=0)
     if launcher.cluster != "slurm":
         found = []
         for number, work in enumerate(works):
             gpu = gpus[number % len(gpus)] if gpus else None
             attached, restarts = launcher.cluster is None, launcher.max_num_timeout
-            found.append(start(work, launcher.timeout_min, restarts, attached, gpu))
+            found.append(start(work, launcher.timeout_min, restarts, attached, gpu, submission))
         return found
     import submitit
 
     executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=launcher.max_num_timeout)
     executor.update_parameters(name=name, **launcher.parameters)
     ids = [job.job_id for job in executor.submit_array(works)]
-    jobs = [Job(folder, number, "slurm", work.keys, name) for number, work in zip(ids, works, strict=True)]
+    jobs = [Job(folder, number, "slurm", work.keys, name, submission) for number, work in zip(ids, works, strict=True)]
     for job in jobs:
         job.write()
     return jobs
@@ -179,7 +180,8 @@ def _status(out: Path, entry: Entry, job: Job | None, in_task: int | None) -> St
     if entry.run_id is None:
         return Status(entry, FAILED, error=entry.error)
     folder, state, complete = out / entry.run_id, read_state(out, entry.run_id), is_complete(out, entry)
-    total = min((number for number in (in_task, entry.limit) if number is not None), default=None)
+    done, total = lines(folder), min((number for number in (in_task, entry.limit) if number is not None), default=None)
+    total = None if total is None else max(total, done)  # an earlier command may have had a larger limit
     word, error = LEFT, None
     if is_held(folder):
         word, complete = RUNNING, False
@@ -192,7 +194,7 @@ def _status(out: Path, entry: Entry, job: Job | None, in_task: int | None) -> St
         word, error = FAILED, state.error
     elif job is not None:
         word, error = FAILED, f"{job.ending}; `kvbench sweep resume {out}` continues the run"
-    return Status(entry, word, lines(folder), total, error, job, complete)
+    return Status(entry, word, done, total, error, job, complete)
 
 
 def print_statuses(found: Sequence[Status]) -> None:
@@ -323,7 +325,7 @@ def _result(out: Path, status: Status) -> Result | None:
     if not status.complete:
         return None
     try:
-        return read_result(out / status.entry.key, status.entry.limit)
+        return read_result(out / status.entry.key)
     except UsageError as error:
         write_message(str(error))
         return None

@@ -12,6 +12,8 @@ from kvbench.cli import main
 from kvbench.engine import compute
 from kvbench.engine.batch import DecodeBatch
 from kvbench.models import loading
+from kvbench.results.__main__ import main as results
+from kvbench.sweep import main as sweep
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
@@ -70,6 +72,22 @@ def test_a_run_whose_model_or_data_is_replaced_ends_before_its_first_example(
     monkeypatch.undo()
     assert main(["-m", *words, f"task.data_dir={data}", "task.max_new_tokens=2"]) == 0
     assert len([*tmp_path.glob("runs/*/samples.jsonl")]) == 2
+
+
+def test_a_smaller_limit_shows_all_examples_of_a_run(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [f"model={tiny_model}", f"out={tmp_path}", "task.lengths=[300]", "task.max_new_tokens=2"]
+    for words in (["policy=full"], ["-m", "policy=full,snapkv", "budget=64"]):
+        assert main([*words, *line, "limit=6"]) == 0
+        capsys.readouterr()
+        assert main([*words, *line, "limit=2"]) == 0
+        assert "6 examples" in capsys.readouterr().out
+    assert sweep(["status", str(tmp_path)]) == 0
+    assert "6/6" in (said := capsys.readouterr().out)
+    assert "/2" not in said
+    assert results(["collect", str(tmp_path)]) == 0
+    assert "6 examples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
