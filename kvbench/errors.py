@@ -17,6 +17,10 @@ _WORD = re.compile(r"([A-Za-z_/.~][\w/.~:@+-]*)?")
 _TYPED = {"None": "null", "True": "true", "False": "false"}
 
 
+CHANGED = "its model or a file that it reads has changed since the sweep started; run its command again"
+"""The end of the message of a run whose identity is no longer that of its files."""
+
+
 class UsageError(ValueError):
     """A mistake of the user. Commands print its message without a traceback and exit with code 2."""
 

@@ -12,7 +12,7 @@ import click
 
 from kvbench.errors import UsageError
 from kvbench.report.selection import selected, selection_options
-from kvbench.terminal.command import PATH, Command, program
+from kvbench.terminal.command import PATH, Command, log_to_stderr, program
 from kvbench.terminal.outputs import check_folder, check_output
 
 FORMATS = (".svg", ".png", ".pdf")
@@ -54,7 +54,7 @@ _LISTED = "\n".join(f"  {name:7}  {what}" for name, what in KINDS.items())
 @selection_options(joined=True)
 def cli(place: Path, output: Path, suffix: str | None, rename: Sequence[str], **options: Any) -> None:  # noqa: ANN401
     """Draw the selected figures and print their paths."""
-    logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     logging.getLogger("kvbench").setLevel(logging.INFO)
     from kvbench.report.figures import panels, pictures, sheet  # imported here: matplotlib takes a second
 

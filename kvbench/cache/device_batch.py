@@ -249,7 +249,7 @@ class DeviceBatch(KVCache):
         for layer in sequence.layers if steps else ():
             store, grow = slot_store(layer), slots_to_grow(sequence, layer)
             taken = min(steps, grow)
-            layer.footprint += decoded(layer.count, steps, max(0, grow - 1))
+            layer.footprint += decoded(layer.count - layer.short, steps, max(0, grow - 1))
             store.use(store.used + taken, store.room - taken)
             layer.count += taken - (taken == grow > 0)
             if taken == grow:

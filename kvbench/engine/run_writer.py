@@ -17,6 +17,7 @@ from kvbench.engine.teacher_forcing import policy_for
 from kvbench.errors import UsageError, refusing
 from kvbench.models.prompt import Prompt
 from kvbench.policies.schedule import Blocks
+from kvbench.results.definition import is_environment
 from kvbench.results.files import RunBusyError, held, read_json, remove_torn, write_json, write_yaml
 from kvbench.results.labels import names
 from kvbench.results.metrics import write_metrics
@@ -297,6 +298,7 @@ def _environments(folder: Path) -> list[dict[str, Any]]:
     """The environments in which a run was computed so far."""
     try:
         first = read_json(folder / _ENVIRONMENT)
-    except (FileNotFoundError, ValueError):
+        found = [first, *first.pop("resumed", [])]
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         return []
-    return [first, *first.pop("resumed", [])]
+    return found if all(map(is_environment, found)) else []

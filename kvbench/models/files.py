@@ -6,7 +6,6 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from importlib import resources
 from os.path import expanduser
 from pathlib import Path
@@ -142,13 +141,10 @@ def _download(hub_id: str, spec: ModelSpec, wanted: list[str]) -> Path:
 _unavailable: dict[tuple[str, str, str | None], str] = {}  # a sweep waits only once for an unreachable hub
 
 
-@lru_cache(maxsize=8)
 def weights_hash(folder: Path) -> str:
-    """sha256 over the names and contents of the files that affect generated tokens."""
+    """sha256 over the names and contents of the files that affect generated tokens; cached until one changes."""
     digest = hashlib.sha256()
     unwanted = {f for pattern in _UNWANTED for f in folder.glob(pattern)}
     for file in sorted({f for pattern in WANTED for f in folder.glob(pattern)} - unwanted):
-        digest.update(file.name.encode() + b"\0")
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+        digest.update(file.name.encode() + b"\0" + bytes.fromhex(file_sha256(file)))
     return digest.hexdigest()

@@ -69,13 +69,18 @@ def gguf_source(path: Path, gguf_file: str | None) -> Path | None:
 
 
 def file_sha256(file: Path) -> str:
-    """The sha256 of a file's content, computed again only if size or time of the file have changed."""
+    """The sha256 of a file's content, computed again only if the file was written or replaced."""
+    return _sha256(file.resolve(), version_of(file))
+
+
+def version_of(file: Path) -> tuple[int, ...]:
+    """Numbers that differ once a file was written or replaced, also by one of equal size and time."""
     found = file.stat()
-    return _sha256(file.resolve(), found.st_size, found.st_mtime_ns)
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-@lru_cache(maxsize=16)
-def _sha256(file: Path, size: int, modified: int) -> str:
+@lru_cache(maxsize=64)
+def _sha256(file: Path, version: tuple[int, ...]) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

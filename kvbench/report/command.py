@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +22,8 @@ from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
 from kvbench.results.result import Result, load_results
 from kvbench.tasks.trust import trust_option
-from kvbench.terminal.command import PATH, Command
+from kvbench.terminal.command import PATH, Command, log_to_stderr
+from kvbench.terminal.escapes import visible
 from kvbench.terminal.outputs import check_output, writing
 
 TIDY = (".csv", ".parquet")
@@ -70,7 +70,7 @@ def collect(
     **kinds: Any,  # noqa: ANN401 - the kinds of tables
 ) -> None:
     """Write or print the table. Raises UsageError."""
-    logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     found = {"columns": columns is not None, **kinds}
     given = [
         f"--{name.replace('_', '-')}" + f" {value}" * isinstance(value, str) for name, value in found.items() if value
@@ -118,8 +118,15 @@ def _write_tidy(rows: Sequence[Result], names: Sequence[str], output: Path) -> N
 
 
 def _inert(cell: Any) -> Any:  # noqa: ANN401 - of a table
-    """A text that a spreadsheet would execute, with an apostrophe before it."""
-    return f"'{cell}" if isinstance(cell, str) and re.match(r"[=@\t\r]|[+-]\s*[^\s\d.]", cell) else cell
+    """A text that a spreadsheet would execute, with an apostrophe before it: all that begin like a formula but numbers.
+
+    Spreadsheets also ignore white space and read the wide signs of Chinese and Japanese text.
+    """
+    if not isinstance(cell, str):
+        return cell
+    cell = visible(cell, "\n\t")
+    begins = re.match(r"\s*[=+\-@|%＝＋－＠]|[\t\n]", cell)
+    return f"'{cell}" if begins and not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", cell, re.I) else cell
 
 
 def _table(rows: Sequence[Result], names: Sequence[str], pivot: str | None, **kinds: bool) -> Table:

@@ -19,6 +19,7 @@ from kvbench.results.labels import budget_order, in_words, text_of
 from kvbench.results.result import FINISHED, Result, Results
 from kvbench.results.statistics import FEWEST, Difference, corrected
 from kvbench.terminal.command import terminal_width
+from kvbench.terminal.escapes import visible
 
 NONE = "-"
 AGAINST = "vs full (95% CI)"
@@ -42,6 +43,14 @@ class Table:
     notes: Sequence[str] = ()
     left: Sequence[str] = ()
     groups: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Names in files of others may contain line breaks, and escape sequences of a terminal."""
+        shown = self.frame.map(lambda cell: visible(str(cell))).rename(columns=lambda name: visible(str(name)))
+        object.__setattr__(self, "frame", shown)
+        object.__setattr__(self, "title", visible(self.title))
+        for name in ("notes", "left", "groups"):
+            object.__setattr__(self, name, [visible(str(words)) for words in getattr(self, name)])
 
 
 def table_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -17,6 +17,7 @@ import yaml
 
 from kvbench.errors import UsageError, first_line
 from kvbench.results.files import (
+    fits,
     held,
     read_bytes,
     read_json,
@@ -32,7 +33,6 @@ from kvbench.results.samples import read_samples
 FILE_NAME = "sweep.yaml"
 SWEEP_FOLDER = ".sweep"
 """The folder of job logs and states of runs."""
-RECORDS = ("config.yaml", "environment.json")
 _HEAD = "# The runs of this folder's sweeps: `kvbench sweep status FOLDER` shows their progress.\n"
 
 
@@ -204,7 +204,9 @@ def write_state(out: Path, run_id: str, state: RunState) -> None:
 def read_state(out: Path, run_id: str) -> RunState | None:
     """The state of a run; None if it was never started."""
     try:
-        return RunState(**read_json(state_path(out, run_id)))
+        state = RunState(**read_json(state_path(out, run_id)))
+        kinds = isinstance(state.limit, int | None), isinstance(state.total, int | None)
+        return state if all(kinds) and isinstance(state.error, str | None) else None
     except (OSError, ValueError, TypeError, RecursionError):
         return None
 
@@ -212,14 +214,17 @@ def read_state(out: Path, run_id: str) -> RunState | None:
 def examples(folder: Path) -> tuple[int, int]:
     """The number of examples of a summarized run, and how many of them failed; (0, 0) for an unfinished run.
 
-    Raises ValueError if its samples are damaged.
+    If there is one answer to each prompt, the samples are counted and not read. Raises ValueError if they are damaged.
     """
     try:
-        summarized = int(read_json(folder / "metrics.json")["n"])
-        stat = (folder / SAMPLES).stat()
+        numbers = read_json(folder / "metrics.json")
+        summarized, failed = int(numbers["n"]), int(numbers["n_failed"])
+        modified, now = (folder / "metrics.json").stat(), (folder / SAMPLES).stat()
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0, 0
-    n, failed = _counted(folder / SAMPLES, stat.st_mtime_ns, stat.st_size)
+    if lines(folder) == summarized and modified.st_mtime_ns >= now.st_mtime_ns:
+        return summarized, failed
+    n, failed = _counted(folder / SAMPLES, now.st_mtime_ns, now.st_size)  # several answers to a prompt, or interrupted
     return (n, failed) if n >= summarized else (0, 0)
 
 
@@ -244,14 +249,44 @@ def lines(folder: Path) -> int:
         return 0
 
 
-def missing_records(folder: Path) -> list[str]:
-    """The files that describe a run and are missing, empty, or filled with zeros after a power cut."""
-    return [name for name in RECORDS if not _begins(folder / name)]
+def damaged_records(folder: Path) -> list[str]:
+    """The files that describe a run and are missing or damaged, or describe another run."""
+    return [name for name, check in _RECORDS.items() if not check(folder / name)]
 
 
-def _begins(path: Path) -> bool:
+def _is_config(path: Path) -> bool:
     try:
-        return read_bytes(path)[:1] not in (b"", b"\0")
+        config = read_yaml(path)
+        whole = {"naming", "config"} <= config.keys() and isinstance(config["naming"], dict)
+        return bool(whole and config["run_id"] == path.parent.name and fits(config["run_id"], config["identity"]))
+    except (OSError, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def is_environment(value: object) -> bool:
+    """Whether a value of environment.json describes a machine and its software."""
+    if not isinstance(value, dict) or not {"packages", "hardware", "python", "kvbench_revision"} <= value.keys():
+        return False
+    packages, hardware = value["packages"], value["hardware"]
+    known = {"device_name", "processor", "torch_threads"}
+    return isinstance(packages, dict) and isinstance(hardware, dict) and known <= hardware.keys()
+
+
+def _is_environment_file(path: Path) -> bool:
+    try:
+        first = read_json(path)
+        return is_environment(first) and all(map(is_environment, first.get("resumed", [])))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
+_RECORDS: dict[str, Callable[[Path], bool]] = {"config.yaml": _is_config, "environment.json": _is_environment_file}
+
+
+def _begin(folder: Path) -> bool:
+    """Whether the files that describe a run exist, and are not empty or filled with zeros after a power cut."""
+    try:
+        return all(read_bytes(folder / name)[:1] not in (b"", b"\0") for name in _RECORDS)
     except OSError:
         return False
 
@@ -265,7 +300,7 @@ def is_complete(out: Path, entry: Entry) -> bool:
     except ValueError:
         return False
     state = read_state(out, entry.run_id)
-    if not n or (state is not None and state.error is not None) or missing_records(out / entry.run_id):
+    if not n or (state is not None and state.error is not None) or not _begin(out / entry.run_id):
         return False
     in_task = None if state is None else state.in_task
     return (entry.limit is not None and n >= entry.limit) or (in_task is not None and n >= in_task)

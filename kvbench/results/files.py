@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import re
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -19,6 +21,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C version, if available, is 8 times as fast
+_DEEPEST = 100
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
@@ -98,8 +101,35 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - whatever JSON holds
 
 
 def read_yaml(path: Path) -> Any:  # noqa: ANN401 - whatever YAML holds
-    """The content of a YAML file. Raises OSError, and yaml.YAMLError for invalid YAML."""
-    return yaml.load(read_bytes(path).decode(), _LOADER)
+    """The content of a YAML file. Raises OSError, and yaml.YAMLError for invalid or very deep YAML."""
+    text = read_bytes(path).decode()
+    if _may_be_deep(text):  # the loader in C would overflow its stack, which ends the process
+        depth = 0
+        for event in yaml.parse(text, _LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                raise yaml.YAMLError(f"it has more than {_DEEPEST} levels")
+    return yaml.load(text, _LOADER)
+
+
+def _may_be_deep(text: str) -> bool:
+    """Whether brackets, also those in texts, or dashes may open more than `_DEEPEST` levels."""
+    depth = 0
+    for bracket in re.findall(r"[][{}]", text):
+        depth += 1 if bracket in "[{" else -1
+        if depth > _DEEPEST:
+            return True
+    return re.search(rf"(?:[-?:]\s+){{{_DEEPEST}}}", text) is not None
+
+
+def digest_of(identity: Mapping[str, Any]) -> str:
+    """The end of a run's id: the first 10 digits of the sha256 of its identity."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def fits(run_id: str, identity: Mapping[str, Any]) -> bool:
+    """Whether a run's id is that of its identity; also true for an id that does not end like one."""
+    return not re.search("-[0-9a-f]{10}$", run_id) or run_id.endswith(f"-{digest_of(identity)}")
 
 
 _NAME = ".lock"

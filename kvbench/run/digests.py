@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import gc
 import hashlib
-import json
 import os
 import re
 import sys
@@ -17,16 +16,13 @@ from typing import Any
 
 from kvbench import __version__
 from kvbench.errors import UsageError
+from kvbench.models.gguf import version_of
 from kvbench.models.user_cache import user_cache
+from kvbench.results.files import digest_of as digest_of
 
 FOLDERS = ("policies", "kernels", "tasks", "cache", "engine", "models")
 """The folders of the package with code that computes and scores."""
 _THIS = Path(__file__)
-
-
-def digest_of(identity: Mapping[str, Any]) -> str:
-    """The end of a run's id: the first 10 digits of the sha256 of its identity."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def with_data(task: Any) -> Any:  # noqa: ANN401 - a described task
@@ -120,14 +116,14 @@ def data_digest(path: str) -> str:
     for file in files:
         name = "" if file == root else str(file.relative_to(root))
         if not name.startswith(".") and "/." not in name and name not in written and file.parent not in runs:
-            data.append((file, name, file.stat().st_mtime_ns, file.stat().st_size))
+            data.append((file, name, *version_of(file)))
     return _data_digest(tuple(data))
 
 
 @lru_cache(maxsize=32)  # the runs of a sweep share their tasks
-def _data_digest(files: tuple[tuple[Path, str, int, int], ...]) -> str:
+def _data_digest(files: tuple[tuple[Any, ...], ...]) -> str:
     digest = hashlib.sha256()
-    for file, name, _, _ in files:
+    for file, name, *_ in files:
         with file.open("rb") as stream:
             digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
     return f"sha256:{digest.hexdigest()[:16]}"

@@ -24,6 +24,7 @@ import click
 
 from kvbench import __version__
 from kvbench.errors import UsageError, one_line
+from kvbench.terminal.escapes import visible
 
 
 def replace_unencodable() -> None:
@@ -44,10 +45,19 @@ def share_cores() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
+class _Visible(logging.Formatter):
+    """Log lines; what files of others contain does not control the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record), "\n\t")
+
+
 def log_to_stderr() -> None:
     """Log warnings to stderr; on a terminal, also information."""
     level = logging.INFO if sys.stderr.isatty() else logging.WARNING
-    logging.basicConfig(format="kvbench: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Visible("kvbench: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("kvbench").setLevel(level)
 
 
@@ -99,7 +109,7 @@ def write_message(message: str, error: BaseException | None = None) -> None:
     """Write a message to stderr, after the traceback of `error` if it is given."""
     if error is not None:
         traceback.print_exception(error, file=sys.stderr)
-    sys.stderr.write(f"kvbench: {message}\n")
+    sys.stderr.write("kvbench: " + visible(message, "\n\t") + "\n")
 
 
 def command(main: Callable[..., int | None]) -> Callable[..., int]:

@@ -63,7 +63,7 @@ def test_a_page_and_the_table_read_no_samples_of_other_runs(tmp_path: Path, monk
 
 # --- groups and marks ----------------------------------------------------------------------------------------------
 def test_groups_are_ranked_and_ties_with_the_best_are_marked(tmp_path: Path) -> None:
-    """Against 20 right: 19 right lose one example (McNemar p = 1), none right all 20 (p = 2^-19, three times by Holm)."""
+    """Against 20 right: 19 right lose one example (McNemar p = 1), none right all 20 (2^-19, three times by Holm)."""
     runs(tmp_path, ("full", 20), ("roco", 0), ("tova", 19), ("h2o", 20), ("snapkv", 20), ("pyramidkv", 20))
     runs(tmp_path, ("cake", 20))
     assert marked(tmp_path) == {

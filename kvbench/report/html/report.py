@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ import click
 from kvbench.errors import UsageError
 from kvbench.report.selection import selected, selection_options
 from kvbench.tasks.trust import trust_option
-from kvbench.terminal.command import PATH, Command, program
+from kvbench.terminal.command import PATH, Command, log_to_stderr, program
 from kvbench.terminal.outputs import check_output, writing
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ DETAILED = 200
 @trust_option
 def cli(folder: Path, output: Path, **options: Any) -> None:  # noqa: ANN401 - of the selection
     """One HTML page of all runs below FOLDER: tables, figures, examples, caveats."""
-    logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     check_output(output, (".html",))
     from kvbench.results.result import load_results
 
