@@ -15,6 +15,7 @@ from kvbench.report.changes import changes_table
 from kvbench.report.curves import at_size_table, smallest_table
 from kvbench.report.formats import FORMATS, renamed, show
 from kvbench.report.price import price_table
+from kvbench.report.selection import selected, selection_options
 from kvbench.report.table import Table, chosen, results_table
 from kvbench.report.table import pivot as pivoted
 from kvbench.results.columns import COLUMNS, frame
@@ -52,6 +53,7 @@ _COLUMNS = "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUM
     type=click.Choice(["budget", "task"]),
     help="A row per policy, a column per budget (scores with intervals) or per task (scores x 100, average).",
 )
+@selection_options(joined=False)
 @trust_option
 def collect(
     folder: Path,
@@ -60,6 +62,11 @@ def collect(
     columns: str | None,
     rename: Sequence[str],
     precision: int | None,
+    policy: Sequence[str],
+    task: Sequence[str],
+    model: Sequence[str],
+    budget: Sequence[str],
+    over_seeds: bool,
     **kinds: Any,  # noqa: ANN401 - the kinds of tables
 ) -> None:
     """Write or print the table. Raises UsageError."""
@@ -81,7 +88,8 @@ def collect(
     others = dict(word.partition("=")[::2] for word in rename)
     if wrong := next((old for old, new in others.items() if not (old and new)), None):
         raise UsageError(f"--rename {wrong} must be OLD=NEW")
-    rows = load_results(folder).by(by)
+    wanted = {"policy": policy, "task": task, "model": model, "budget": budget, "over_seeds": over_seeds}
+    rows = selected(load_results(folder), wanted).by(by)
     known = dict.fromkeys([*(column.name for column in COLUMNS), *(key for row in rows for key in row.differs)])
     for name in names:
         if name not in known:

@@ -192,6 +192,8 @@ _COLUMNS = (
         AGAINST, lambda row: _against(row, row.difference), legend=f"vs full: on the same examples; {STAR}",
         shown=lambda row: row.difference is not None or row.gap is not None,
     ),
+    _Column("seeds", "n_seeds", "d"),
+    _Column("SD", "seed_sd", ".3f", legend="SD: standard deviation of the seeds' means"),
     _Column("PPL", "perplexity", ".4g"),
     _Column("PPL vs full", lambda row: None if row.gap is None else f"{row.gap.perplexity:+.4g}"),
     _Column("pass@k", "pass_at_k", ".3f", legend="pass@k: share of prompts with a right answer among k"),

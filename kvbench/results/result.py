@@ -67,6 +67,8 @@ class Result(Numbers, Described):
     line: str = ""
     mixed: str = ""  # versions that differ between the processes that computed the run
     baseline: Result | None = None
+    n_seeds: int | None = None  # of runs joined by `results.seeds`
+    seed_sd: float | None = None  # standard deviation of their values
 
     n: int
     n_failed: int
@@ -131,7 +133,7 @@ class Result(Numbers, Described):
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
         """The score or likelihood of every prompt."""
-        return self.samples.outcomes if isinstance(self.samples, StoredSamples) else outcomes_of(self.samples)
+        return getattr(self.samples, "outcomes", None) or outcomes_of(self.samples)
 
     @cached_property
     def prompts(self) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.errors import UsageError, instead
 from kvbench.report.figures.style import Look, family, palette
 from kvbench.results.columns import read_table
 from kvbench.results.labels import in_words
@@ -35,34 +34,6 @@ def once(rows: Iterable[Result]) -> list[Result]:
     for row in rows:
         seen.setdefault((row.model_label, row.task_label, row.line, row.budget), row)
     return list(seen.values())
-
-
-def choose(rows: Sequence[Result], **wanted: Sequence[str]) -> list[Result]:
-    """Select rows by policy, task, model and budget; an empty list selects all.
-
-    The full cache is always selected, and so are rows without a budget. A policy can be given by its preset or by its
-    label. Raises UsageError for a value that no row has.
-    """
-    chosen = list(rows)
-    for field, values in wanted.items():
-        names = {row: _names(row, field) for row in rows}
-        known = set().union(*names.values())
-        for value in values:
-            if value not in known:
-                raise UsageError(f"--{field} {value} is not a value of any run{instead(value, sorted(known))}")
-        chosen = [row for row in chosen if not values or _always(row, field) or names[row] & set(values)]
-    return [*Results(chosen)]
-
-
-def _names(row: Result, field: str) -> set[str]:
-    if field == "budget":
-        return set() if row.budget is None else {f"{row.budget:g}"}
-    whole = row.line if field == "policy" else str(getattr(row, f"{field}_label"))
-    return {whole, whole.partition(" ")[0], whole.partition("(")[0].rstrip()}
-
-
-def _always(row: Result, field: str) -> bool:
-    return (field == "policy" and row.is_full) or (field == "budget" and row.budget is None)
 
 
 def panels_of(rows: Iterable[Result]) -> list[Panel]:

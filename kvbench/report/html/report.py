@@ -7,11 +7,12 @@ from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvbench.errors import UsageError
+from kvbench.report.selection import selected, selection_options
 from kvbench.tasks.trust import trust_option
 from kvbench.terminal.command import PATH, Command, log_to_stderr, program
 from kvbench.terminal.outputs import check_output, writing
@@ -21,22 +22,24 @@ if TYPE_CHECKING:
 
 
 DETAILED = 200
-"""The number of runs that have figures, changes and examples. Only their samples are read."""
+"""The most rows that have figures, changes and examples. Only their samples are read."""
 
 
 @click.command("report", cls=Command)
 @click.argument("folder", type=PATH)
 @click.option("-o", "--output", type=PATH, default="report.html", show_default=True, help="HTML file to write.")
+@selection_options(joined=True)
 @trust_option
-def cli(folder: Path, output: Path) -> None:
+def cli(folder: Path, output: Path, **options: Any) -> None:  # noqa: ANN401 - of the selection
     """One HTML page of all runs below FOLDER: tables, figures, examples, caveats."""
     log_to_stderr()
     check_output(output, (".html",))
     from kvbench.results.result import load_results
 
-    results = load_results(folder)
+    results = selected(load_results(folder), options)
     nbytes = write_report(results, folder, output)
-    count = "1 run" if len(results) == 1 else f"{len(results)} runs"
+    runs = sum(row.n_seeds or 1 for row in results)
+    count = "1 run" if runs == 1 else f"{runs} runs"
     sys.stdout.write(f"report: {output} ({count}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
 
 
@@ -66,7 +69,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
     from kvbench.results.labels import flat
 
     rows = tables.in_order(results)
-    detailed = rows[:DETAILED]
+    detailed = _detailed(rows)
     groups = tables.groups(rows)
     bundle = resources.files("itables") / "html"  # DataTables, from the package itables
     loader = PackageLoader("kvbench.report.html", ".")
@@ -79,7 +82,8 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
     return environment.get_template("report.html").render(
         title=folder.resolve().name,
         rows=rows,
-        detailed=len(detailed),
+        runs=sum(row.n_seeds or 1 for row in rows),
+        left_out=sorted({row.line for row in rows} - {row.line for row in detailed}),
         recurrent=any(row.state_bytes for row in rows),
         kinds=[("score", [g for g in groups if not g.rows[0].reads]), ("NLL", [g for g in groups if g.rows[0].reads])],
         to_full={row: one for group in groups for row, one in tables.to_full(group).items()},
@@ -97,6 +101,15 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
         datatables=Markup((bundle / "dt_bundle.js").read_text(encoding="utf-8").replace("<!--", "<\\!--")),
         datatables_css=Markup((bundle / "dt_bundle.css").read_text(encoding="utf-8")),
     )
+
+
+def _detailed(rows: Sequence[Result]) -> list[Result]:
+    """The rows of the first policies, each with all of its budgets and tasks, up to DETAILED rows."""
+    chosen: set[str] = set()
+    for line in dict.fromkeys(row.line for row in rows):
+        if sum(row.line in {*chosen, line} for row in rows) <= DETAILED or not chosen:
+            chosen.add(line)
+    return [row for row in rows if row.line in chosen]
 
 
 def _figures(rows: Sequence[Result]) -> list[tuple[str, str]]:
