@@ -14,6 +14,7 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.models import loading
 from kvbench.results.__main__ import main as results
 from kvbench.sweep import main as sweep
+from kvbench.tasks.niah import Niah
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
@@ -72,6 +73,26 @@ def test_a_run_whose_model_or_data_is_replaced_ends_before_its_first_example(
     monkeypatch.undo()
     assert main(["-m", *words, f"task.data_dir={data}", "task.max_new_tokens=2"]) == 0
     assert len([*tmp_path.glob("runs/*/samples.jsonl")]) == 2
+
+
+def test_an_error_of_a_scorer_fails_its_example_and_names_it(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = Niah.judge
+
+    def broken(self: Niah, output: str, example: Any) -> Any:
+        if example.index == 1:
+            raise ZeroDivisionError("no words")
+        return judge(self, output, example)
+
+    monkeypatch.setattr(Niah, "judge", broken)
+    line = ["-m", "policy=full,snapkv", "budget=64", f"model={tiny_model}", f"out={tmp_path}", "limit=3"]
+    assert main([*line, "task.lengths=[300]", "task.max_new_tokens=2"]) == 1
+    assert "1 of 3 examples failed" in capsys.readouterr().err
+    for path in tmp_path.glob("*/samples.jsonl"):
+        errors = [json.loads(text)["error"] for text in path.read_text().splitlines()]
+        assert errors[0] is errors[2] is None
+        assert "example 1 of task niah could not be scored: ZeroDivisionError: no words" in errors[1]
 
 
 def test_a_smaller_limit_shows_all_examples_of_a_run(
