@@ -13,6 +13,8 @@ from typing import Any
 
 LARGEST = 2**53
 """The largest whole number that JSON and Parquet readers represent exactly."""
+MANY = 30
+"""From more names than this on, a message with a guess does not list them all."""
 _WORD = re.compile(r"([A-Za-z_/.~][\w/.~:@+-]*)?")
 _TYPED = {"None": "null", "True": "true", "False": "false"}
 
@@ -59,10 +61,18 @@ def unknown(field: str, name: str, allowed: Sequence[str], more: str = "") -> Us
     return UsageError(f"{field}={name} does not exist{instead(name, allowed, more)}")
 
 
+def hub(group: str, name: str) -> str:
+    """For `unknown`: how to name a model of the Hugging Face Hub, if a name looks like one."""
+    is_hub = group == "model" and re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    return f"; a model of the Hub: model=hub model.hub_id={name}" if is_hub else ""
+
+
 def instead(name: str, allowed: Sequence[str], more: str = "") -> str:
-    """The end of a message about a wrong name: the nearest names, then all."""
+    """The end of a message about a wrong name: the nearest names, and all, unless they are many."""
     near = get_close_matches(name, allowed, n=3, cutoff=0.6)
     guess = f": did you mean {' or '.join(', '.join(near).rsplit(', ', 1))}?" if near else ""
+    if near and len(allowed) > MANY:
+        return f"{guess} ({len(allowed)} names exist{more})"
     return f"{guess} (allowed: {', '.join(allowed) or 'none'}{more})"
 
 

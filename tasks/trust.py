@@ -34,7 +34,8 @@ def trust(modules: Iterable[str]) -> None:
     """Trust the packages of modules that the user named, in a configuration or with --trust. Raises UsageError."""
     for module in modules:
         try:
-            import_module(module)
+            if "<locals>" not in module:  # a class inside a function of a module that is loaded
+                import_module(module)
         except ImportError as error:
             hint = "; its folder must be on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
             raise UsageError(f"{module} cannot be imported: {error}{hint}") from error

@@ -74,7 +74,7 @@ class KvbenchSource(ConfigSource):
         from kvbench.config.compose import check_settings, find, names
         from kvbench.config.folders import find_modules, module_folder
         from kvbench.config.presets import composed_config
-        from kvbench.errors import unknown
+        from kvbench.errors import hub, unknown
 
         group, _, name = config_path.removesuffix(".yaml").partition("/")
         find_modules(*map(module_folder, folders()))
@@ -89,7 +89,7 @@ class KvbenchSource(ConfigSource):
             if group != "experiment" and composed_config(group, name, folders()) is not None:
                 return True
             if name != "None" and not _others():  # `experiment: null` in a defaults list is "None"
-                raise unknown(group, name, names(group, folders()))
+                raise unknown(group, name, names(group, folders()), hub(group, name))
             return False
         except ValueError as error:
             raise ConfigCompositionException(str(error)) from error

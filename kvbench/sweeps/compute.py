@@ -265,7 +265,19 @@ def print_plan(entries: Sequence[Entry], runs: Mapping[str, Run]) -> None:
         prompts = made[entry.group, run.limit]
         counts.append(sum(len(prompt.ids) for prompt in prompts))
         shown = shown or str(run.checkpoint.tokenizer().decode(prompts[0].ids))
-        sys.stdout.write(f"{entry.run_id}: {len(prompts)} prompts, {counts[-1]} tokens\n")
+        sys.stdout.write(f"{entry.run_id}: {_count(len(prompts), 'prompt')}, {_count(counts[-1], 'token')}\n")
     shared = sum(len(prompt.ids) for prompts in made.values() for prompt in prompts)
-    sys.stdout.write(f"{len(counts)} runs: {sum(counts)} prompt tokens, {shared} with shared prefills\n")
-    sys.stdout.write("the first prompt:\n" + visible(shown, "\n\t") + "\n")
+    sys.stdout.write(
+        f"{_count(len(counts), 'run')}: {_count(sum(counts), 'prompt token')}, {shared} with shared prefills\n"
+    )
+    sys.stdout.write("the first prompt:\n" + visible(_both_ends(shown), "\n\t") + "\n")
+
+
+def _both_ends(text: str, most: int = 2000) -> str:
+    """A long text without its middle: a question is at its end."""
+    left_out = len(text) - most
+    return text if left_out <= 0 else f"{text[: most // 2]}\n[{left_out:,} characters]\n{text[-most // 2 :]}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

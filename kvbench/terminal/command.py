@@ -124,7 +124,7 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
                 sys.stdout.flush()
                 return code or 0
         except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            close_pipe()
             return BROKEN_PIPE
         except (Exception, KeyboardInterrupt) as error:
             code, message = _explained(error)
@@ -132,6 +132,11 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
             return code
 
     return wrapped
+
+
+def close_pipe() -> None:
+    """Write the rest of stdout nowhere: its reader has closed the pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _explained(error: BaseException) -> tuple[int, str]:

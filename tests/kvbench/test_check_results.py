@@ -1,4 +1,4 @@
-"""`python -m kvbench.results check`: honest runs agree with their samples, doctored ones are refused."""
+"""`kvbench results check`: honest runs agree with their samples, doctored ones are refused."""
 
 import json
 import shutil
