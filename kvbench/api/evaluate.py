@@ -54,10 +54,10 @@ def evaluate(
     model: an object with its `tokenizer`, or a name: of conf/model, of a folder, of the Hub. policies, tasks: names, or
     objects, which have their own budget, schedule and other fields. budgets: tokens per KV head per layer on average,
     or below 1 a share of the prompt. batch: maximum number of sequences in a batch (`engine.rows`); None: as memory
-    allows, 1: unbatched, with timings. out: the folder of the runs, which are continued there; a run keeps the
-    examples beyond a smaller limit. None: a temporary folder, removed with the results. fields: any other field of the
-    command line: `**{"policy.scorer.window": 16}`. Raises ValueError for a wrong value, if possible before anything is
-    computed. The first error of a run is raised after all other runs have ended.
+    allows, 1: unbatched, with timings. out: the folder of the runs, which are continued there; the results have the
+    first `limit` examples, a run keeps the others. None: a temporary folder, removed with the results. fields: any
+    other field of the command line: `**{"policy.scorer.window": 16}`. Raises ValueError for a wrong value, if possible
+    before anything is computed. The first error of a run is raised after all other runs have ended.
     """
     given = _given(model, tokenizer, dtype, device)
     temporary = TemporaryDirectory(prefix="kvbench-") if out is None else None
@@ -86,7 +86,7 @@ def evaluate(
     for run in runs if temporary is None else ():
         check_files([run.identity["policy"], run.identity["task"]])
     _compute(runs, given)
-    rows = [read_result(run.folder, whole=temporary is not None) for run in runs]
+    rows = [read_result(run.folder, run.limit, whole=temporary is not None) for run in runs]
     return Results(rows, runs[0].out, in_order=False, owned=temporary)
 
 

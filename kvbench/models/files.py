@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
 from kvbench.errors import ConfigError, UsageError
-from kvbench.models.gguf import dequantized, file_sha256, gguf_source, installed_folder, source_digest
+from kvbench.models.gguf import dequantized, described, file_sha256, gguf_source, installed_folder, source_digest
 
 # The files that affect generated tokens, unlike a README or a second copy of the weights.
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -53,10 +53,13 @@ class ModelSpec:
 
 
 def model_folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
-    """The folder with the model's files; for a hub model, at least the files that match `wanted`."""
+    """The folder with the model's files; for a hub model, at least the files that match `wanted`.
+
+    For a GGUF file, it has configuration and tokenizer; its weights are in the folder of `weights_folder`.
+    """
     file = gguf_file(spec)
     if file is not None:
-        return dequantized(file)
+        return described(file)
     if spec.path is not None:
         return _local_folder(Path(expanduser(spec.path)))
     if spec.bundled is not None:
@@ -64,6 +67,12 @@ def model_folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
     if spec.hub_id is None:
         raise UsageError(f"model={spec.name} needs model.path=/folder or model.hub_id=owner/name")
     return _download(spec.hub_id, spec, [*wanted, *(["*.py"] if spec.trust_remote_code else [])])
+
+
+def weights_folder(spec: ModelSpec, folder: Path) -> Path:
+    """The folder with the weights of a model whose files are in `folder`: a GGUF file is dequantized once."""
+    file = gguf_file(spec)
+    return folder if file is None else dequantized(file)
 
 
 def check_sha256(spec: ModelSpec) -> None:

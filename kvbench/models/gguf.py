@@ -12,6 +12,9 @@ import json
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -103,20 +106,43 @@ def dequantized(file: Path) -> Path:
     _check_packages(file)
     source = source_digest(file)
     folder = user_cache("gguf") / f"{file.stem}-{source[:16]}"
-    if _is_whole(folder, source):
-        return folder
-    log.warning("dequantizing %s into %s (once)", file.name, folder)
+    if not _is_whole(folder, source):
+        log.warning("dequantizing %s into %s (once)", file.name, folder)
+        with _made(folder) as temporary:
+            _convert(file, temporary, source)
+            if folder.exists() and not _is_whole(folder, source):
+                shutil.rmtree(folder)
+    return folder
+
+
+def described(file: Path) -> Path:
+    """A folder with the configuration and the tokenizer of a GGUF file, whose tensors are not read.
+
+    It is the folder of `dequantized` if that exists, which is verified before its weights are loaded. Raises UsageError
+    as `dequantized` does.
+    """
+    _check_packages(file)
+    whole = user_cache("gguf") / f"{file.stem}-{source_digest(file)[:16]}"
+    if (whole / _MANIFEST).is_file():
+        return whole
+    folder = whole.with_name(f"{whole.name}-text")
+    if not folder.exists():
+        with _made(folder) as temporary:
+            _describe(file, temporary)
+    return folder
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[Path]:
+    """A temporary folder, which becomes `folder` unless another process was first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        _convert(file, temporary, source)
-        if folder.exists() and not _is_whole(folder, source):
-            shutil.rmtree(folder)
+        yield temporary
         if not folder.exists():
             temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return folder
 
 
 def _is_whole(folder: Path, source: str) -> bool:
@@ -137,33 +163,52 @@ def _check_packages(file: Path) -> None:
 def _convert(file: Path, into: Path, source: str) -> None:
     from transformers import GgufConfig
 
-    folder = file.parent
-    config = AutoConfig.from_pretrained(folder, local_files_only=True) if (folder / "config.json").is_file() else None
-    own_tokenizer = (folder / "tokenizer.json").is_file()
-    metadata, tensors = _contents(file)
-    check_metadata(file.name, metadata, tensors, config is not None, own_tokenizer)
-    try:
+    config = _describe(file, into)
+    with _loading(file):
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
+            file.parent,
             gguf_file=file.name,
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
             local_files_only=True,
-            **({} if config is None else {"config": config}),
+            **({"config": config} if (file.parent / "config.json").is_file() else {}),
         )
-        given = {} if own_tokenizer else {"gguf_file": file.name}
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, **given)
-    except (OSError, ValueError, RuntimeError, NotImplementedError, KeyError) as error:
-        raise UsageError(f"{file} cannot be loaded: {str(error).strip() or type(error).__name__}") from error
-    if config is None:
-        _check_window(file.name, metadata, model.config)
     model.save_pretrained(into, max_shard_size="1000GB")
-    tokenizer.save_pretrained(into)
-    if (folder / "generation_config.json").is_file():
-        shutil.copy(folder / "generation_config.json", into)
+    if (file.parent / "generation_config.json").is_file():
+        shutil.copy(file.parent / "generation_config.json", into)
     packages = {name: version(name) for name in ("gguf", "transformers")}
     manifest = {"file": file.name, "source": source, "weights": file_sha256(into / _WEIGHTS), "packages": packages}
     (into / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _describe(file: Path, into: Path) -> Any:  # noqa: ANN401 - transformers' own configuration object
+    """Check a file's metadata, write its configuration and its tokenizer, and return the configuration."""
+    folder = file.parent
+    own_config, own_tokenizer = ((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
+    metadata, tensors = _contents(file)
+    check_metadata(file.name, metadata, tensors, own_config, own_tokenizer)
+    where: dict[str, Any] = {"gguf_file": file.name}
+    with _loading(file):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **({} if own_config else where))
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, **({} if own_tokenizer else where)
+        )
+    if not own_config:
+        _check_window(file.name, metadata, config)
+    written = deepcopy(config)
+    written.dtype = torch.float32
+    written.save_pretrained(into)
+    tokenizer.save_pretrained(into)
+    return config
+
+
+@contextmanager
+def _loading(file: Path) -> Iterator[None]:
+    """Turn the errors of transformers into one message."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, NotImplementedError, KeyError) as error:
+        raise UsageError(f"{file} cannot be loaded: {str(error).strip() or type(error).__name__}") from error
 
 
 def _contents(file: Path) -> tuple[dict[str, Any], list[str]]:

@@ -25,7 +25,7 @@ from transformers import (
 from kvbench.cache.hook import prepare
 from kvbench.errors import CHANGED, UsageError, refusing, unknown
 from kvbench.models.answers import unused_fields
-from kvbench.models.files import CONFIG_FILES, WANTED, ModelSpec, model_folder, model_identity
+from kvbench.models.files import CONFIG_FILES, WANTED, ModelSpec, model_folder, model_identity, weights_folder
 from kvbench.models.trial import layer_shapes, state_bytes, try_out
 
 DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
@@ -176,10 +176,11 @@ _last_loaded: dict[tuple[Checkpoint, torch.device], LoadedModel] = {}  # shared 
 
 def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
     quantized = getattr(checkpoint.config, "quantization_config", None) is not None  # cannot be moved afterwards
+    folder = weights_folder(checkpoint.spec, checkpoint.folder)
     try:
         with _unreported():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                checkpoint.folder,
+                folder,
                 dtype=checkpoint.dtype,
                 use_safetensors=True,
                 local_files_only=True,
@@ -192,12 +193,12 @@ def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
         raise UsageError(f"model={checkpoint.spec.name} cannot be loaded: {_reason(error)}") from error
     model, loading = loaded
     with refusing(f"model={checkpoint.spec.name}: "):
-        check_weights(loading, checkpoint.folder)
+        check_weights(loading, folder)
         prepare(model)
     record = {
         "name": checkpoint.spec.name,
         "class": type(model).__name__,
-        "folder": str(checkpoint.folder),
+        "folder": str(folder),
         **dict(checkpoint.identity),
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "parameters": model.num_parameters(),

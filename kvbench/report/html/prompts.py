@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from kvbench.config.parts import build
 from kvbench.errors import UsageError, first_line
 from kvbench.models.files import ModelSpec, gguf_file
-from kvbench.models.gguf import dequantized
+from kvbench.models.gguf import described
 from kvbench.models.loading import Checkpoint
 from kvbench.models.prompts import PromptMaker
 from kvbench.results.files import read_yaml
@@ -89,7 +89,7 @@ def _checkpoint(run: Result, spec: ModelSpec) -> Checkpoint:
     """Configuration and tokenizer of the model from local files, without weights and without remote code."""
     file = gguf_file(spec)
     if file is not None:
-        folder = dequantized(file)
+        folder = described(file)
     elif spec.bundled is not None:
         folder = Path(str(resources.files("kvbench") / spec.bundled))
     elif spec.path is not None:
