@@ -60,6 +60,8 @@ def notes(rows: Sequence[Result], first: str = "") -> list[str]:
     """The notes below a figure: model, number of examples, schedules, and caveats."""
     sizes = sorted({row.n for row in rows if row.value is not None}) or [0]
     many = f"n = {sizes[0]}" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]}, different between runs"
+    seeds = sorted({row.n_seeds for row in rows if row.n_seeds})
+    many += f" over {' or '.join(map(str, seeds))} seeds" if seeds else ""
     moments = sorted({row.moments for row in rows if row.when and not row.reads})
     words = ["; ".join(map(in_words, filter(None, own))) for own in moments]
     prompts: dict[tuple[str, str], set[tuple[str, ...]]] = {}

@@ -93,6 +93,8 @@ def _figure(
         if sheet.is_left(index):
             axes.set_ylabel("score (mean over examples)" if len(panels) == 1 else "score")
     shown = [row for panel, _ in panels for row in panel.rows]
+    if {row.compress for row in shown if row.evicts} == {"context"}:
+        title += ", compressed before the question"
     found = notes(shown, "Bars, and the grey band of the full cache: 95% intervals.")
     return sheet.finish(title, [*found, *below])
 
