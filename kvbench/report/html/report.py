@@ -113,7 +113,7 @@ def _detailed(rows: Sequence[Result]) -> list[Result]:
 
 
 def _figures(rows: Sequence[Result]) -> list[tuple[str, str]]:
-    """The figures of `kvbench.plot`: names and data URLs with their SVG."""
+    """The figures of `kvbench.plot`: texts for readers who do not see them, and data URLs with their SVG."""
     from kvbench.report.figures import pictures
     from kvbench.report.figures.panels import once
     from kvbench.report.figures.sheet import Paper
@@ -125,7 +125,20 @@ def _figures(rows: Sequence[Result]) -> list[tuple[str, str]]:
         except UsageError:  # no run has a score
             return []
         images = [(name, b64encode(encoded(figure, ".svg")).decode()) for name, figure in found]
-    return [(name, f"data:image/svg+xml;base64,{image}") for name, image in images]
+    lines = ", ".join(dict.fromkeys(row.line for row in rows))
+    texts = [next((text for kind, text in _SEEN.items() if name.startswith(kind)), name) for name, _ in images]
+    sources = [f"data:image/svg+xml;base64,{image}" for _, image in images]
+    return [(f"{text}. Shown: {lines}.", source) for text, source in zip(texts, sources, strict=True)]
+
+
+_SEEN = {
+    "budget": "Score against the budget, one line per policy, with 95% intervals",
+    "bytes": "Score against the bytes that the cache holds, one line per policy with 95% intervals",
+    "heatmap": "Needle tests: scores by length and depth, one map per policy",
+    "nll": "NLL against the length of the context, one line per policy",
+    "layers": "Tokens that each layer holds, one line per policy",
+}
+"""What a kind of figure shows."""
 
 
 def _facts(rows: Sequence[Result]) -> list[tuple[str, str]]:
