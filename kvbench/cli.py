@@ -17,11 +17,24 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config.compose import CONF, complete_overrides, names, refuse_unused
+from kvbench.config.folders import find_modules
 from kvbench.errors import ConfigError, UsageError, first_line, unknown
-from kvbench.terminal.command import Commands, command, our_version, program, quiet, share_cores, write_message
+from kvbench.terminal.command import (
+    BROKEN_PIPE,
+    Commands,
+    close_pipe,
+    command,
+    our_version,
+    program,
+    quiet,
+    share_cores,
+    write_message,
+)
 from kvbench.terminal.escapes import unescaped
 
 COMPLETE = "_KVBENCH_COMPLETE"
+READ_RESULTS = ("sweep", "results", "report", "plot", "tables", "claims")
+"""Commands that find no modules in the working folder, because it may hold results of others."""
 PARTS = ("model", "policy", "task")
 """The groups of which a run has one each."""
 
@@ -122,6 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words == ["--version"]:
         sys.stdout.write(f"{our_version()}\n")
         return 0
+    if not words or words[0] not in READ_RESULTS:
+        find_modules(Path.cwd())
     if words and words[0] in COMMANDS.places:
         return program(COMMANDS)(words)
     if not {"-h", "--help"}.isdisjoint(words):  # Hydra would first list every group of every folder
@@ -130,8 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if words and words[0][:1] not in ("-", "+", "~") and "=" not in words[0]:
         raise unknown("command", words[0], list(COMMANDS.places))
+    words = [_without_plus(word) for word in words]
+    optimizes = any(word.startswith("hydra/sweeper=") for word in words)
     for word in words:
-        _check_word(word)
+        _check_word(word, optimizes)
     before, sys.argv = sys.argv, ["kvbench", *map(unescaped, words)]
     try:
         app()
@@ -142,8 +159,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_word(word: str) -> None:
-    """Refuse groups without a name, and settings of Hydra that have no effect here."""
+def _without_plus(word: str) -> str:
+    """`+experiment=demo` as `experiment=demo`: every group is in the defaults, so that nothing is added."""
+    key = word.lstrip("+").partition("=")[0]
+    return word.lstrip("+") if key in (*PARTS, "logger", "experiment") else word
+
+
+def _check_word(word: str, optimizes: bool) -> None:
+    """Refuse groups without a name, and settings of Hydra that have no effect here. optimizes: with another sweeper."""
     key, _, value = word.lstrip("+~").partition("=")
     if word.startswith("~") and key in PARTS:
         raise ConfigError(key, None, why="is not allowed: a run needs one, choose it by its name")
@@ -152,6 +175,8 @@ def _check_word(word: str) -> None:
     if key in (*PARTS, "logger", "experiment") and (value[:1] in ("", "[", "{") or "null" in value.split(",")):
         none = {"logger": "; logger=none logs nothing", "experiment": "; without experiment= there is none"}
         raise ConfigError(key, value, f"a name, or names for a sweep (-m {key}=a,b){none.get(key, '')}")
+    if "interval(" in value and not optimizes:
+        raise ConfigError(key, value, why="is a range for optimizers (hydra/sweeper=...): list values, as in 64,128")
     refuse_unused(key, value)
 
 
@@ -160,6 +185,9 @@ def short_errors() -> Iterator[None]:
     """Let Hydra show an error of the user as one message, without a traceback."""
     try:
         yield
+    except BrokenPipeError:  # Hydra would show a traceback
+        close_pipe()
+        raise SystemExit(BROKEN_PIPE) from None
     except UsageError as error:
         raise CompactHydraException(str(error)) from error
     except OmegaConfBaseException as error:

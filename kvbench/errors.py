@@ -8,13 +8,19 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from math import inf
 from numbers import Integral, Real
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 LARGEST = 2**53
 """The largest whole number that JSON and Parquet readers represent exactly."""
+MANY = 30
+"""From more names than this on, a message with a guess does not list them all."""
 _WORD = re.compile(r"([A-Za-z_/.~][\w/.~:@+-]*)?")
 _TYPED = {"None": "null", "True": "true", "False": "false"}
+
+
+CHANGED = "its model or a file that it reads has changed since the sweep started; run its command again"
+"""The end of the message of a run whose identity is no longer that of its files."""
 
 
 class UsageError(ValueError):
@@ -55,10 +61,18 @@ def unknown(field: str, name: str, allowed: Sequence[str], more: str = "") -> Us
     return UsageError(f"{field}={name} does not exist{instead(name, allowed, more)}")
 
 
+def hub(group: str, name: str) -> str:
+    """For `unknown`: how to name a model of the Hugging Face Hub, if a name looks like one."""
+    is_hub = group == "model" and re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    return f"; a model of the Hub: model=hub model.hub_id={name}" if is_hub else ""
+
+
 def instead(name: str, allowed: Sequence[str], more: str = "") -> str:
-    """The end of a message about a wrong name: the nearest names, then all."""
+    """The end of a message about a wrong name: the nearest names, and all, unless they are many."""
     near = get_close_matches(name, allowed, n=3, cutoff=0.6)
     guess = f": did you mean {' or '.join(', '.join(near).rsplit(', ', 1))}?" if near else ""
+    if near and len(allowed) > MANY:
+        return f"{guess} ({len(allowed)} names exist{more})"
     return f"{guess} (allowed: {', '.join(allowed) or 'none'}{more})"
 
 
@@ -103,15 +117,6 @@ def number(name: str, value: object, low: float, high: float = inf, *, below: fl
         span = f"from {low:g} to {high:g}" if high < inf else f"of at least {low:g}"
         span += f" and below {below:g}" if below < inf else ""
         raise ConfigError(name, value, f"a number {span}")
-
-
-def own_folders(config_dir: str | Path | None) -> list[Path]:
-    """The folder of a `config_dir`, if there is one. Raises ConfigError unless it exists."""
-    folders = [] if config_dir is None else [Path(config_dir).expanduser()]
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError("config_dir", folder, why="is not a folder")
-    return folders
 
 
 def first_line(error: BaseException) -> str:

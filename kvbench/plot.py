@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from kvbench.errors import UsageError
-from kvbench.terminal.command import PATH, Command, program
+from kvbench.report.selection import selected, selection_options
+from kvbench.terminal.command import PATH, Command, log_to_stderr, program
 from kvbench.terminal.outputs import check_folder, check_output
 
 FORMATS = (".svg", ".png", ".pdf")
-ONLY = {"policy": "policies", "task": "tasks", "model": "models", "budget": "budgets"}
 _ABOUT = """Draw figures of finished runs. PLACE is a folder of runs, or a table of `kvbench results collect` (.csv,
 .parquet)."""
 KINDS = {
@@ -29,12 +29,7 @@ KINDS = {
 
 
 SIZE = click.FloatRange(0, 100, min_open=True)
-F = TypeVar("F", bound=Callable[..., Any])
 _LISTED = "\n".join(f"  {name:7}  {what}" for name, what in KINDS.items())
-
-
-def _only(field: str) -> Callable[[F], F]:
-    return click.option(f"--{field}", multiple=True, help=f"Draw only these {ONLY[field]}.")
 
 
 @click.command("plot", cls=Command, help=f"{_ABOUT}\n\n\b\nKinds:\n{_LISTED}")
@@ -56,13 +51,10 @@ def _only(field: str) -> Callable[[F], F]:
 )  # fmt: skip
 @click.option("--rename", multiple=True, metavar="POLICY=NAME", help='Rename policies: caote_snapkv="CAOTE (ours)".')
 @click.option("--free-y", is_flag=True, help="Fit the y axis to the scores instead of 0 to 1.")
-@_only("policy")
-@_only("task")
-@_only("model")
-@_only("budget")
+@selection_options(joined=True)
 def cli(place: Path, output: Path, suffix: str | None, rename: Sequence[str], **options: Any) -> None:  # noqa: ANN401
     """Draw the selected figures and print their paths."""
-    logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     logging.getLogger("kvbench").setLevel(logging.INFO)
     from kvbench.report.figures import panels, pictures, sheet  # imported here: matplotlib takes a second
 
@@ -79,7 +71,7 @@ def cli(place: Path, output: Path, suffix: str | None, rename: Sequence[str], **
         raise UsageError(f"--rename {wrong} must be POLICY=NAME")
     width, font, size = (options[name] for name in ("width", "font", "font_size"))
     paper = sheet.Paper(width, options["caption"] == "below", font, size, names, options["free_y"])
-    rows = panels.choose(panels.read(place), **{field: options[field] for field in ONLY})
+    rows = panels.once(selected(panels.read(place), options))
     kind = options["kind"] or ("bytes" if output.suffix else "all")
     found = pictures.draw(kind, rows, output, f".{suffix or 'svg'}", paper)
     sys.stdout.write("".join(f"{path}\n" for path in found))

@@ -37,9 +37,9 @@ def count_or(word: str, name: str, value: object, least: int) -> None:
 
 
 def calibrated_file(name: str, value: str, what: str, calibration: str) -> None:
-    """ConfigError unless a field names a file, which `python -m kvbench.calibrate CALIBRATION` creates."""
+    """ConfigError unless a field names a file, which `kvbench calibrate CALIBRATION` creates."""
     if not value:
-        why = f"must name {what}; create one with `python -m kvbench.calibrate {calibration}`"
+        why = f"must name {what}; create one with `kvbench calibrate {calibration}`"
         raise ConfigError(name, value, why=why)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvbench.errors import LARGEST, as_python
 from kvbench.policies.allocators.allocator import Allocator, required_length
-from kvbench.policies.allocators.threshold import with_threshold
+from kvbench.policies.allocators.threshold import Matched, Threshold, with_threshold
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.allocators.whole_pages import check_pages, paged_allocator
 from kvbench.policies.checks import check_choices
@@ -212,6 +212,7 @@ class Policy:
         if self.needs.evictable:
             observation.evictable = observation.occupied & ~stays
         scores = observation.scores(scorer.score, state, self.needs.keys)
+        unrounded = scores if self.needs.ties and isinstance(self.allocator, Threshold | Matched) else None
         if self.needs.ties:
             scores = half_the_bits(scores)
         layer_wide = self.granularity == "layer"
@@ -223,7 +224,8 @@ class Policy:
             found, tie_break = half_the_bits(valued) if self.needs.ties else valued, scores
         tensors = found, tie_break, observation.positions, stays, observation.seen, spared
         key = "ranking", *map(id, (found, tie_break, stays, spared))  # budgets of one policy share one order
-        return observation.once(key, lambda: Ranking(*tensors, slots.packed, slots.ascending))
+        ordered = slots.packed, slots.ascending
+        return observation.once(key, lambda: Ranking(*tensors, *ordered, unrounded=unrounded))
 
 
 def _protected(observation: Observation, first: Sequence[int], newest: Sequence[int]) -> Tensor:

@@ -1,12 +1,11 @@
 """Presses of NVIDIA's kvpress as policies: kvpress compresses; kvbench supplies prompts and measures the cache."""
 
-import difflib
 import importlib
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, instead
 from kvbench.policies.checks import check_choices
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_budget
@@ -135,8 +134,7 @@ def press_class(name: str) -> str:
     base = package.BasePress
     known = [key for key, found in vars(package).items() if isinstance(found, type) and issubclass(found, base)]
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3) or sorted(known)
-        raise ConfigError("press", name, why=f"is not in kvpress {installed}, which has {', '.join(near)}")
+        raise ConfigError("press", name, why=f"is not in kvpress {installed}{instead(name, sorted(known))}")
     found = getattr(package, name)
     return f"{found.__module__}.{found.__qualname__}"
 

@@ -118,7 +118,8 @@ class Ranking:
 
     protected, bool [B,H_kv,T]: tokens that are always kept; seen [B]: tokens seen of each sequence. spared: protected
     tokens that a scorer spares, whatever their position. packed: no slot is empty. ascending: stored tokens are in
-    order of position. ordered: slots are in order of preference.
+    order of position. ordered: slots are in order of preference. unrounded: scores before they were rounded
+    (`Needs.ties`), for a threshold.
     """
 
     scores: Tensor
@@ -130,13 +131,13 @@ class Ranking:
     packed: bool = False
     ascending: bool = False
     ordered: bool = False
+    unrounded: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors, without positions, which belong to the store."""
-        tie_break = 0 if self.tie_break is None else self.tie_break.nbytes
-        spared = 0 if self.spared is None else self.spared.nbytes
-        return self.scores.nbytes + tie_break + self.protected.nbytes + spared
+        optional = [x.nbytes for x in (self.tie_break, self.spared, self.unrounded) if x is not None]
+        return self.scores.nbytes + self.protected.nbytes + sum(optional)
 
     @property
     def occupied(self) -> Tensor:

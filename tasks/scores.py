@@ -47,6 +47,32 @@ def bag_f1(predicted: Sequence[str], expected: Sequence[str]) -> float:
     return (2 * precision * recall) / (precision + recall)
 
 
+_NO_LETTER = "0-9A-Za-z_\u00aa-\u1fff"  # Chinese and Japanese characters may touch a letter that stands alone
+_BECAUSE = (
+    "is|because|since|as|and|or|over|rather"  # words that follow an option, but neither "I" nor "A" of a sentence
+)
+_SENTENCE_WORD = re.compile(rf"(?:\bI|(?:^|[.!?\n])[\s*]*A)(?=\s+(?!(?:{_BECAUSE})\b)[a-z])")
+_REJECTED = re.compile(r"(?:\bnot|n['’]t|rather than|instead of)\s+(?:option\s+)?[(*]*$")
+_STATED = re.compile(
+    r"(?:(?i:\b(?:answer|correct (?:choice|option))\s*(?:is|:|=))|答案(?:应该?)?[是为选]?|选择?(?!项))"
+    r"[\s*:：(（\[\"'“$]*(?:(?i:option)\s+)?(?:\\(?:boxed|text)\s*\{)*[\s(（]*$"
+)
+
+
+def chosen_letter(output: str, letters: str) -> str | None:
+    """The last letter that the output states ("the answer is B", "答案是B"), else the last one by itself; or None.
+
+    letters: a range such as A-J. Neither the pronoun "I", nor "A" as the first word of a sentence, nor a letter that
+    the output rejects ("not A") counts.
+    """
+    alone = re.compile(rf"(?<![{_NO_LETTER}])[{letters}](?![{_NO_LETTER}]|['’+#-][{_NO_LETTER}+])")
+    words = {match.end() - 1 for match in _SENTENCE_WORD.finditer(output)}
+    found = [match for match in alone.finditer(output) if match.start() not in words]
+    found = [match for match in found if not _REJECTED.search(output, max(0, match.start() - 40), match.start())]
+    stated = [match for match in found if _STATED.search(output, max(0, match.start() - 60), match.start())]
+    return (stated or found)[-1][0] if found else None
+
+
 def up_to_brace(text: str) -> str | None:
     """The text before the brace that closes an already open one; None if it is not closed."""
     depth = 1

@@ -46,7 +46,9 @@ def _as_if_alone() -> Iterator[None]:
     """No test draws, logs or reads variables otherwise because of those before it: commands run in this process."""
     torch.default_generator.manual_seed(0)
     levels, before = {log: log.level for log in (logging.root, logging.getLogger("kvbench"))}, dict(os.environ)
+    folders = [*sys.path]
     yield
+    sys.path[:] = folders  # without folders of modules of the user
     for log, level in levels.items():
         log.setLevel(level)
     for name in os.environ.keys() - before.keys():

@@ -47,7 +47,7 @@ MUTANTS = (
     Mutant("lagkv: default lag", "lag: int = 128\n    sinks: int = 4", "lag: int = 64\n    sinks: int = 4"),
     Mutant("lagkv: reference is the next partition", "reference = parts[:, :, 1:]", "reference = parts[:, :, :-1]"),
     Mutant("rkv: default lambda", "window: int = 8\n    kernel: int = 7\n    lam", "window: int = 9\n    kernel: int = 7\n    lam"),
-    Mutant("roco: share while decoding", "share = self.block_share if prompt else self.decode_share", "share = self.block_share if not prompt else self.decode_share"),
+    Mutant("roco: share while decoding", "(self.block_share, self.sinks) if prompt", "(self.block_share, self.sinks) if not prompt"),
     Mutant("roco: tokens since entering",
            "return observation.seen[:, None, None] - observation.positions\n\n    def spares",
            "return observation.seen[:, None, None] - observation.positions + 1\n\n    def spares"),

@@ -72,10 +72,12 @@ class KvbenchSource(ConfigSource):
         Raises an error with the nearest names for one that no other source can have.
         """
         from kvbench.config.compose import check_settings, find, names
+        from kvbench.config.folders import find_modules, module_folder
         from kvbench.config.presets import composed_config
-        from kvbench.errors import unknown
+        from kvbench.errors import hub, unknown
 
         group, _, name = config_path.removesuffix(".yaml").partition("/")
+        find_modules(*map(module_folder, folders()))
         try:
             for file in (folder / f"{config_path.removesuffix('.yaml')}.yaml" for folder in folders()):
                 if file.is_file():
@@ -87,7 +89,7 @@ class KvbenchSource(ConfigSource):
             if group != "experiment" and composed_config(group, name, folders()) is not None:
                 return True
             if name != "None" and not _others():  # `experiment: null` in a defaults list is "None"
-                raise unknown(group, name, names(group, folders()))
+                raise unknown(group, name, names(group, folders()), hub(group, name))
             return False
         except ValueError as error:
             raise ConfigCompositionException(str(error)) from error
@@ -160,16 +162,18 @@ class KvbenchLauncher(Launcher):
         share_cores()
         quiet()
         with short_errors():
+            from kvbench.config.folders import module_folder
             from kvbench.results.definition import Entry
             from kvbench.run.run_config import plain  # torch, which a wrong configuration does not need
             from kvbench.sweeps import jobs
 
+            modules = tuple(str(module_folder(folder)) for folder in folders())
             common = set(job_overrides[0]).intersection(*job_overrides[1:])
             entries, choices = [], [config.hydra.runtime.choices for config in configs]
             for overrides, config, chosen in zip(job_overrides, configs, choices, strict=True):
                 title = " ".join(word for word in overrides if word not in common) or f"policy={chosen.policy}"
                 names = chosen.model, chosen.policy, chosen.task
-                entries.append(Entry(title, *names, None, plain(config), folder=str(Path.cwd())))
+                entries.append(Entry(title, *names, None, plain(config), folder=str(Path.cwd()), modules=modules))
             command, launcher = shlex.join(["kvbench", *sys.argv[1:]]), jobs.Launcher(**self.fields)
             found = jobs.run_sweep(entries, folders(), choices[0].get("experiment"), command, launcher)
         failed = sum(status.error is not None for status in found)

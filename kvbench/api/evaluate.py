@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.api.results import Results
+from kvbench.config.folders import own_folders
 from kvbench.engine.compute import compute_runs
-from kvbench.errors import ConfigError, UsageError, a_kind, own_folders
+from kvbench.errors import ConfigError, UsageError, a_kind
 from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy
@@ -53,10 +54,10 @@ def evaluate(
     model: an object with its `tokenizer`, or a name: of conf/model, of a folder, of the Hub. policies, tasks: names, or
     objects, which have their own budget, schedule and other fields. budgets: tokens per KV head per layer on average,
     or below 1 a share of the prompt. batch: maximum number of sequences in a batch (`engine.rows`); None: as memory
-    allows, 1: unbatched, with timings. out: the folder of the runs, which are continued there; None: a temporary
-    folder, removed with the results. fields: any other field of the command line: `**{"policy.scorer.window": 16}`.
-    Raises ValueError for a wrong value, if possible before anything is computed. The first error of a run is raised
-    after all other runs have ended.
+    allows, 1: unbatched, with timings. out: the folder of the runs, which are continued there; the results have the
+    first `limit` examples, a run keeps the others. None: a temporary folder, removed with the results. fields: any
+    other field of the command line: `**{"policy.scorer.window": 16}`. Raises ValueError for a wrong value, if possible
+    before anything is computed. The first error of a run is raised after all other runs have ended.
     """
     given = _given(model, tokenizer, dtype, device)
     temporary = TemporaryDirectory(prefix="kvbench-") if out is None else None

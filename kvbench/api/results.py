@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
@@ -13,7 +11,7 @@ from kvbench.errors import ConfigError, choice
 from kvbench.report.formats import html
 from kvbench.report.html.report import write_report
 from kvbench.report.table import pivot, results_table, text
-from kvbench.results import result
+from kvbench.results import result, seeds
 from kvbench.results.columns import frame
 from kvbench.results.metrics import mean_kept
 from kvbench.results.result import Result
@@ -57,21 +55,9 @@ class Results(result.Results):
                 rows.append({**about, **sample.metadata, **known, **own})
         return pd.DataFrame(rows).dropna(axis="columns", how="all")
 
-    def over_seeds(self) -> pd.DataFrame:
-        """Mean and standard deviation of the scores over seeds, for runs that differ in nothing else."""
-        import pandas as pd
-
-        groups: dict[str, list[Result]] = {}
-        for row in self:
-            groups.setdefault(json.dumps({**row.identity, "seed": None}, sort_keys=True), []).append(row)
-        found = []
-        for rows in groups.values():
-            values = [row.value for row in rows if row.value is not None]
-            about = {name: getattr(rows[0], name) for name in ("model", "task", "policy", "budget")}
-            about |= {key: value for key, value in rows[0].differs.items() if key not in ("seed", *about)}
-            spread = {"mean": fmean(values) if values else None, "std": stdev(values) if len(values) > 1 else None}
-            found.append({**about, "seeds": len(values), **spread})
-        return pd.DataFrame(found)
+    def over_seeds(self) -> Results:
+        """The results with runs that differ only in their seed joined: one row, with `n_seeds` and `seed_sd`."""
+        return Results(seeds.over_seeds(self), self.folder, in_order=False, owned=self._owned)
 
     def table(self) -> pd.DataFrame:
         """The printed table: columns that differ between the rows, scores with their intervals, as text."""
@@ -83,8 +69,8 @@ class Results(result.Results):
         return pivot(self, across).frame
 
     def report(self, path: str | Path) -> Path:
-        """Write the HTML report of `kvbench report` and return its path."""
-        write_report(self, self.folder, Path(path))
+        """Write the HTML report of `kvbench report`, in which seeds are joined, and return its path."""
+        write_report(self.over_seeds(), self.folder, Path(path))
         return Path(path)
 
     def __repr__(self) -> str:

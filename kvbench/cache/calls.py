@@ -100,9 +100,10 @@ class CallingModel:
         for row, (low, high) in enumerate(torch.stack(shift.aminmax(dim=-1), dim=-1).tolist()):
             if counts[row] and (low, high) != (shifts.setdefault(row, low),) * 2:
                 found = low if low != shifts[row] else high
+                another = f". For another text use a new KVCache, or reset(): this one has seen {seen[row]} tokens"
                 raise ValueError(
                     f"position_ids of sequence {row} do not continue those of its earlier tokens: got "
                     f"{found + seen[row]} where {shifts[row] + seen[row]} follows. Positions count every token seen, "
                     "evicted ones included: leave position_ids out, give attention_mask a column for each of them, and "
-                    "do not set use_cache=False"
+                    f"do not set use_cache=False{another * bool(seen[row])}"
                 )

@@ -9,15 +9,20 @@ which the cache splits into blocks. Decoded tokens are rotated by the length rea
 they are; transformers' own cache does the same, except for the models in `AGAIN`.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KINDS = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 """Supported types of layers with attention."""
@@ -190,6 +195,8 @@ def layer_slides(config: PreTrainedConfig, index: int | None) -> tuple[bool, boo
 # --- supported models ------------------------------------------------------------------------------------------------
 def model_class_of(config: PreTrainedConfig) -> Any:  # noqa: ANN401 - a class of transformers
     """The causal language model class of a configuration; None if transformers has none (remote code)."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # here: `import kvbench` must not import all models
+
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 

@@ -5,12 +5,12 @@ it, and itself. A full cache of t tokens counts t (t + 1) / 2, in however many c
 """
 
 
-def fed(held: int, tokens: int) -> int:
-    """Entries that one call counts for `tokens` tokens onto `held` entries."""
+def fed(held: float, tokens: int) -> float:
+    """Entries that one call counts for `tokens` tokens onto `held` entries, a mean over KV heads."""
     return tokens * held + tokens * (tokens + 1) // 2
 
 
-def decoded(held: int, steps: int, grow: int) -> int:
+def decoded(held: float, steps: int, grow: int) -> float:
     """Entries of `steps` calls of one token each, while the cache grows by at most `grow` entries, then stays."""
     growing = min(steps, grow)
     return fed(held, growing) + (steps - growing) * (held + growing + 1)

@@ -1,23 +1,29 @@
 """The attention function and the mask function registered with transformers under the name `kvbench`."""
 
+from __future__ import annotations
+
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedConfig
 
 from kvbench.cache import NAME
 from kvbench.cache.calls import Columns
 from kvbench.cache.families import InterfaceError, check_interface, layer_slides
 from kvbench.cache.interface import NotATensor, uncompiled
+from kvbench.cache.registration import REGISTRY
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 HARMLESS = {
     "position_ids",
@@ -47,7 +53,7 @@ class LayerCaller(Protocol):
     """A cache whose layers are called by the attention function."""
 
     def attend(
-        self, call: "LayerCall", module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
+        self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
         """The attention output [B,H_q,M,D] of queries [B,H_q,M,D]."""
 
@@ -231,8 +237,17 @@ def kvbench_mask(
     return attention_mask.to(torch.bool)[:, None, :, None]
 
 
-AttentionInterface.register(NAME, kvbench_attention)
-AttentionMaskInterface.register(NAME, kvbench_mask)
+def register() -> None:
+    """Register both functions with transformers, whose registries take seconds to import."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, kvbench_attention)
+    AttentionMaskInterface.register(NAME, kvbench_mask)
+
+
+if REGISTRY in sys.modules:  # otherwise it is registered right after the import of the registry
+    register()
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
@@ -273,6 +288,8 @@ def check_attention(config: PreTrainedConfig) -> None:
     Also removes the wrapper of kvpress from our attention function: on import, kvpress wraps every registered function
     to mask keys of its own caches, but ours gets a layer's call instead of keys.
     """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     if getattr(ALL_ATTENTION_FUNCTIONS[NAME], "__module__", "").partition(".")[0] == "kvpress":
         ALL_ATTENTION_FUNCTIONS[NAME] = kvbench_attention
     if config._attn_implementation != NAME:

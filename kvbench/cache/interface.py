@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
-import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from kvbench.cache.families import INSTEAD, InterfaceError
 from kvbench.policies.policy import Policy
@@ -16,8 +16,11 @@ Result = TypeVar("Result")
 
 
 def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Exclude a function from `torch.compile`. Unlike `torch.compiler.disable`, it keeps the types of the function."""
-    return cast(Callable[Parameters, Result], torch.compiler.disable(function))
+    """Exclude a function from `torch.compile`.
+
+    Unlike `torch.compiler.disable`, it imports the compiler at the first call, and keeps the types of the function.
+    """
+    return cast(Callable[Parameters, Result], _disable_dynamo(function))
 
 
 class _NotATensorError(InterfaceError, AttributeError):

@@ -3,12 +3,17 @@
 Shapes: H_kv KV heads, T slots.
 """
 
+import torch
+from torch import Tensor
+
 from kvbench.cache.cascade import OnItsWay, can_cut, cut_to_shares, on_its_way
 from kvbench.cache.eviction import compact, excess_of, note_nan, observe
 from kvbench.cache.extra import Extra, When
 from kvbench.cache.step import Step
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.allocators.threshold import Threshold
+from kvbench.policies.observation import Observation
+from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 
 MEASURING = (StatisticAllocator, JointAllocator, Threshold)
@@ -65,17 +70,23 @@ class MeasuredBudgets(Extra):
 
 
 def _evict_below(step: Step, allocator: Threshold) -> None:
-    """Evict the tokens below a threshold. Heads keep different numbers; a layer counts those of its longest head."""
+    """Evict the tokens below a threshold."""
     observe(step)
     if not step.span.evicts:
         return
     ranking = step.policy.rank(step.observation, step.layer.store.state)
     note_nan(step, ranking)
     ranking = allocator.marked(ranking)
-    counts, held = ranking.protected.sum(-1), ranking.occupied.sum(-1)
-    excess = int((held - counts).max())
+    _evict_unequally(step, ranking, ranking.protected.sum(-1), step.observation)
+
+
+def _evict_unequally(step: Step, ranking: Ranking, heads: Tensor, seen: Observation | None = None) -> None:
+    """Evict down to the tokens [1,H_kv] of each head that no budget bounds; a layer counts those of its longest one."""
+    evicted = (ranking.occupied.sum(-1) - heads).max()
+    longest, total, excess = torch.stack([heads.max(), heads.sum(), evicted]).tolist()
     if excess > 0:
-        compact(step, ranking, int(counts.max()), excess, step.observation, per_head=counts)
+        compact(step, ranking, longest, excess, seen, per_head=heads)
+        step.layer.short = longest - total / heads.numel()
 
 
 def _share(step: Step, statistic: OnItsWay) -> None:
@@ -117,12 +128,12 @@ def _compact_jointly(step: Step, allocator: JointAllocator) -> None:
     rankings = allocator.rank_of_all([layer.ranking for layer in sequence.layers if layer.ranking is not None])
     slots = allocator.heads_of_all(rankings, [[budget] for budget in budgets])
     for layer, ranking, budget, heads in zip(sequence.layers, rankings, budgets, slots, strict=True):
-        if allocator.sets_budget:  # the layer counts the tokens of its longest head
-            budget = int(heads.max())
-            excess = layer.count - budget
-        if excess > 0:
-            compact(step.of_layer(layer), ranking, budget, excess, per_head=heads.to(ranking.scores.device))
-            sequence.note_bytes(layer.index)
+        own, heads = step.of_layer(layer), heads.to(ranking.scores.device)
+        if allocator.sets_budget:
+            _evict_unequally(own, ranking, heads)
+        elif excess > 0:
+            compact(own, ranking, budget, excess, per_head=heads)
+        sequence.note_bytes(layer.index)
     _settle_all(step)
 
 

@@ -40,6 +40,10 @@ def _hide_our_kernels() -> None:
 
 
 def _register(registry: ModuleType) -> None:
+    register = getattr(sys.modules.get(f"{__package__}.hook"), "register", None)  # None: not or not wholly imported
+    if register is not None:
+        register()
+        return
     registry.AttentionInterface.register(NAME, _attention)
     import_module("transformers.masking_utils").AttentionMaskInterface.register(NAME, _mask)
 

@@ -282,7 +282,7 @@ class Sequence:
         """
         heads = [len(layer) for layer in kept]
         counted = sum(h * layer.footprint for h, layer in zip(heads, self.layers, strict=True))
-        held = sum(h * layer.count for h, layer in zip(heads, self.layers, strict=True))
+        held = sum(h * (layer.count - layer.short) for h, layer in zip(heads, self.layers, strict=True))
         entries = counted + (sum(map(sum, kept)) - held) * decode_steps
         return entries / sum(heads) + self.passed_entries
 

@@ -209,7 +209,7 @@ def append(
         layer.open(queries, keys, values)
     positions, fresh, held = sequence.place(span, queries.device)[0], not layer.count, layer.store
     held.append(keys, values, positions)
-    layer.footprint += fed(layer.count, span.end - span.start)
+    layer.footprint += fed(layer.count - layer.short, span.end - span.start)
     layer.count += span.end - span.start
     new = queries, keys, values, positions, span, params, held, fresh, len(sequence.spans) == 1
     step = Step(*new, known=known, policy=policy, sequence=sequence, layer=layer)

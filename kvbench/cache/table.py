@@ -158,7 +158,7 @@ class Table:
         sequence.note(beside=codes.step_nbytes if isinstance(codes, TokenCodeLayer) else 0)
         sequence.nan_flags = dict(enumerate(state["nan"][:, None]))
         sequence.states = {name: x.clone() for name, x in sequence.states.items()}
-        self._write(member.row, self._empty[member.kind])
+        self._pad(member)
         del self._members[sequence]
         sequence.table = None
         if not self._members:
@@ -189,7 +189,7 @@ class Table:
             states[sequence] = state = self._new_state(sequence, layers)
             self._members[sequence] = member = _member(sequence, layers)
             sequence.table = self
-            self._empty.setdefault(member.kind, _padding(state))
+            self._note_padding(member.kind, state)
             if member.kind.policy.needs.newest_row:
                 self.backend.collect_weights(self._memory, layers[0].query_heads // state["starts"].shape[1])
         return states
@@ -216,8 +216,8 @@ class Table:
         if now.kind == member.kind:
             return {}
         state = {name: x.clone() for name, x in self._state(member.row)}
-        self._write(member.row, self._empty[member.kind])
-        self._empty.setdefault(now.kind, _padding(state))
+        self._pad(member)
+        self._note_padding(now.kind, state)
         member.kind, member.row = now.kind, -1
         return {sequence: state}
 
@@ -245,7 +245,7 @@ class Table:
         for layer in member.layers if steps else ():
             store, grow = slot_store(layer), slots_to_grow(sequence, layer, member.used[layer.index])
             taken = min(steps, grow)
-            layer.footprint += decoded(layer.count, steps, max(0, grow - 1))
+            layer.footprint += decoded(layer.count - layer.short, steps, max(0, grow - 1))
             layer.count += taken - (taken == grow > 0)
             member.used[layer.index] += taken
             row = layer.index, member.row
@@ -298,6 +298,16 @@ class Table:
         for name, x in self._state(row):
             x.copy_(state[name])
 
+    def _note_padding(self, kind: Kind, state: State) -> None:
+        """Keep the state of empty places of a kind, one of whose sequences has this state."""
+        if self._pads:
+            self._empty.setdefault(kind, _padding(state))
+
+    def _pad(self, member: Member) -> None:
+        """Make the place of a sequence an empty one."""
+        if self._pads:
+            self._write(member.row, self._empty[member.kind])
+
     def _bind(self, member: Member) -> None:
         """Give the layers of a sequence views of their windows and memories, which its group changes."""
         state = dict(self._state(member.row))
@@ -324,13 +334,15 @@ class Table:
             places = as_before
         rules = list(dict.fromkeys(kind.rule for kind in places))
         self._kinds = sorted(places.elements(), key=lambda kind: (rules.index(kind.rule), -kind.slots))
-        self._empty = {kind: self._empty[kind] for kind in places}
+        self._empty = {kind: self._empty[kind] for kind in places if self._pads}
         found = []
         for row, kind in enumerate(self._kinds):
-            found.append(self._empty[kind])
             if waiting.get(kind):
                 member = waiting[kind].pop(0)
-                member.row, found[row] = row, states[member.sequence]
+                member.row = row
+                found.append(states[member.sequence])
+            else:
+                found.append(self._empty[kind])
         self.lengths = {name: torch.stack([one[name] for one in found], 1) for name in LENGTHS if name in found[0]}
         self._new = torch.zeros_like(self.lengths["free"])  # [L,P,H] the slots of the new tokens
         self._gone = torch.zeros_like(self._new)  # and of those that they displace from a ring
@@ -359,7 +371,7 @@ class Table:
 
     def end_call(self) -> None:
         """Evict after the last layer, and count the step."""
-        if not self._attended:
+        if len(self._attended) < self._layers:  # no call, or one that ended early, as a failed recording does
             return
         assert self.backend is not None
         asked, how = zip(*self._attended, strict=True)
@@ -368,7 +380,7 @@ class Table:
         self._notify()
         newest = torch.stack(asked) if self._groups else asked[0]
         for group in self._groups:
-            members = [member for member in self._members.values() if group.has(member.row)]
+            members = sorted((one for one in self._members.values() if group.has(one.row)), key=lambda one: one.row)
             try:
                 group.evict(newest[:, group.rows], how, self.backend, [member.sequence for member in members])
             except Exception as error:

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import ConfigError, UsageError, first_line, instead, unknown
+from kvbench.errors import ConfigError, UsageError, first_line, hub, instead, unknown
 
 Config = dict[str, Any]
 CONF = Path(str(resources.files("kvbench.conf")))
@@ -51,7 +51,7 @@ def read(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
     Raises UsageError if the file does not exist or cannot be composed.
     """
     if find(group, name, folders) is None:
-        raise unknown(group, name, names(group, folders))
+        raise unknown(group, name, names(group, folders), hub(group, name))
     files = [file for folder in folders for file in sorted(folder.rglob("*.yaml"))]
     changes = tuple((file, file.stat().st_mtime_ns) for file in files)  # a notebook edits its files
     key = group, name, tuple(folders), changes
@@ -151,6 +151,8 @@ def refuse_unused(key: str, value: str, where: str = "") -> None:
     why = ""
     if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir"):
         why = "has no effect: results are in the folder out=, with their configurations"
+    elif key == "hydra.verbose" and value.lower() != "false":
+        why = "has no effect: messages are the same in all runs; HYDRA_FULL_ERROR=1 shows where an error occurred"
     elif key == "hydra.job.chdir" and value.lower() != "false":
         why = "has no effect: relative paths belong to the folder of the command"
     elif key in ("hydra/job_logging", "hydra/hydra_logging") and value not in ("none", "disabled", "stdout"):

@@ -23,11 +23,18 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 def part_class(config: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """The class named by `_target_`. Raises ConfigError if it cannot be imported or is not a concrete class."""
     module, _, name = str(config["_target_"]).rpartition(".")
+    if "<locals>" in module:
+        why = "is defined inside a function, where no other process finds it: move it to the top level of a module"
+        raise ConfigError("_target_", config["_target_"], why=why)
     try:
         part = getattr(import_module(module), name)
     except Exception as error:  # importing runs a module of the user, in which anything may be wrong
         missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
-        more = "; its folder must be installed or on PYTHONPATH" if missing else ""
+        more = (
+            "; it must be in the working folder, beside the folder of --config-dir, installed or on PYTHONPATH"
+            if missing
+            else ""
+        )
         why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         raise ConfigError("_target_", config["_target_"], why=f"cannot be imported: {why}{more}") from error
     if not isinstance(part, type) or isabstract(part):

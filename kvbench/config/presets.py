@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from kvbench.config.compose import Config, find, load, names, read, resolved
+from kvbench.config.folders import own_folders
 from kvbench.config.parts import build, field_names, part_class
-from kvbench.errors import ConfigError, UsageError, as_python, instead, own_folders, unknown
+from kvbench.errors import ConfigError, UsageError, as_python, instead, unknown
 
 if TYPE_CHECKING:
     from kvbench.policies.policy import Budget, Policy

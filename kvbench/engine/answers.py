@@ -23,7 +23,7 @@ from kvbench.engine.prompts import blank
 from kvbench.engine.scores import Scores, summary
 from kvbench.engine.sequence import Request, TokenSampler
 from kvbench.engine.teacher_forcing import policy_for, score_pair, text_scores
-from kvbench.errors import one_line
+from kvbench.errors import UsageError, one_line
 from kvbench.models.answers import Ending, end_tokens
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompt import Prompt
@@ -39,10 +39,14 @@ class HistoryError(RuntimeError):
     """The history of a conversation has no answer to an earlier turn."""
 
 
+class ScoringError(RuntimeError):
+    """The scorer of a task raised an error for an answer."""
+
+
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 OWN_ERRORS = (BudgetError, FloatingPointError, HistoryError)
 """Errors of one sequence that do not depend on the other sequences of its batch."""
-FAILURES = (*OWN_ERRORS, *OUT_OF_MEMORY)
+FAILURES = (*OWN_ERRORS, *OUT_OF_MEMORY, ScoringError)
 """Errors that fail one example of a run, and not the run."""
 
 WITH_KEPT_HEADS = 20
@@ -139,10 +143,19 @@ def evicted(cache: KVCache | PressedCache, tokens: int) -> bool:
 
 
 def scored(run: Run, output: str, prompt: Prompt) -> dict[str, Any]:
-    """An output, the answer in it, its score, and other measures of its benchmark."""
+    """An output, the answer in it, its score, and other measures of its benchmark.
+
+    Raises ScoringError for an error of the task's scorer, but for those of its configuration and of memory.
+    """
     task, example = run.task, prompt.example
     answer = output if prompt.pairs else task.task_of(example).after_thinking(output, prompt.opened)
-    score, measures = task.judge(answer or "", example)
+    try:
+        score, measures = task.judge(answer or "", example)
+    except (UsageError, *OUT_OF_MEMORY):
+        raise
+    except Exception as error:  # a scorer may be code of the user or of a benchmark
+        where = f"example {example.index} of task {task.name}"
+        raise ScoringError(f"{where} could not be scored: {one_line(error)}") from error
     return {
         "output": output,
         "answer": None if answer == output else answer or "",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import resource
 from collections import defaultdict
 from collections.abc import Sequence
 from traceback import clear_frames
@@ -15,13 +17,15 @@ from kvbench.engine.run_writer import RunCallback, RunWriter, work_items
 from kvbench.engine.scheduler import Scheduler
 from kvbench.models.compiled import compiled_layers
 from kvbench.models.loading import LoadedModel, load
-from kvbench.results.definition import missing_records
+from kvbench.results.definition import damaged_records
 from kvbench.results.session import Totals, environment, record
 from kvbench.run.run import Run
 from kvbench.terminal.progress import meter
 
 OPEN_RUNS = 200
-"""Runs whose files are open at one time: macOS allows 256 open files per process."""
+"""The most runs whose files are open at one time."""
+FILES_OF_A_RUN, OTHER_FILES = 2, 56
+"""Open files: of each run its samples and its lock; and those of models, data, trackers and processes."""
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +38,20 @@ def compute_runs(runs: Sequence[Run], callback: RunCallback | None = None) -> li
     """
     groups = grouped(runs, callback or RunCallback())
     for group in groups:
-        for start in range(0, len(group), OPEN_RUNS):
-            _compute(group[start : start + OPEN_RUNS])
+        many = _open_runs()
+        for start in range(0, len(group), many):
+            _compute(group[start : start + many])
     writers = {id(run): writer for group in groups for writer in group for run in writer.runs}
     return [writers[id(run)].error for run in runs]
+
+
+def _open_runs() -> int:
+    """The runs that may be open at one time: macOS, for example, allows 256 open files per process."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return OPEN_RUNS
+    free = allowed - len(os.listdir("/dev/fd")) - OTHER_FILES
+    return max(1, min(OPEN_RUNS, free // FILES_OF_A_RUN))
 
 
 def grouped(runs: Sequence[Run], callback: RunCallback) -> list[list[RunWriter]]:
@@ -61,10 +75,11 @@ def _compute(writers: Sequence[RunWriter]) -> None:
     """Compute one group of runs; only an interrupt is raised."""
     try:
         prompts = prompts_for([writer.run for writer in writers])
+        writers[0].run.check_data()
         for writer in writers:
             with writer.isolated():
                 writer.check(prompts.first(writer.run.limit))
-                if not writer.missing and not missing_records(writer.folder):
+                if not writer.missing and not damaged_records(writer.folder):
                     writer.finish()
         unfinished = [writer for writer in writers if not writer.ended]
         if unfinished:

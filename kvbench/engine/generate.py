@@ -60,8 +60,8 @@ def generate_tokens(
     question: position of the question in the prompt, one number or one per row. samplers: one per row; (): greedy
     decoding. examples: `Request.example` of each row; (): none. request: other fields of `Request`.
 
-    Raises BudgetError if a cache holds more than its policy allows, FloatingPointError if logits are NaN, and
-    ValueError for an empty prompt, for padding on the right, and if steps cannot be recorded or a context cannot be
+    Raises BudgetError if a cache holds more than its policy allows, FloatingPointError if logits are not numbers,
+    and ValueError for an empty prompt, for padding on the right, and if steps cannot be recorded or a context cannot be
     compressed alone.
     """
     rows = len(input_ids)

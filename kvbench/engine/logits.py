@@ -14,7 +14,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvbench.cache.pressed import PressedCache
 
-NOT_A_NUMBER = "the model's logits are not numbers (NaN): its weights, or its arithmetic in this dtype, overflow"
+NOT_A_NUMBER = (
+    "the model's logits are not numbers (NaN, infinite, or all of them -inf): its weights, or its arithmetic in this "
+    "dtype, overflow"
+)
+"""-inf is allowed for some tokens, which a model masks; then the largest logit is finite."""
 LOGITS_AT_ONCE = 2**24  # 64 MiB of float32: the logits of a long prompt are never in memory at once
 
 

@@ -23,42 +23,47 @@ class Pace:
     """Predicts when the examples in flight are on disk.
 
     An example must be on disk `save_seconds` after it started, or after twice the time that it needs by itself, if that
-    is longer. Times are predicted from the last prefill and from decoding steps: a step takes longer in proportion to
-    the sequences that are added to it.
+    is longer. Times are predicted from the last prefill and from decoding steps. A prefill for more sequences, and a
+    step of more of them, takes longer in proportion, until steps of different sizes show how much it really is.
     """
 
     def __init__(self, save_seconds: float) -> None:
         self._seconds = save_seconds
-        self._per_token = 0.0  # seconds of the last prefill for each token of its prompt
-        self._fastest = self._last = (0, 0.0)  # sequences and seconds of a step
-        self._most = 0  # sequences of the largest timed step
+        self._prefilled = (1, 0.0)  # sequences of the last prefill, and its seconds for each token of its prompt
+        self._fastest = self._last = self._widest = (0, 0.0)  # sequences and seconds of a step
 
-    def prefilled(self, tokens: int, seconds: float) -> None:
-        """A prompt was prefilled."""
-        self._per_token = seconds / max(1, tokens)
+    def prefilled(self, tokens: int, sequences: int, seconds: float) -> None:
+        """A prompt was prefilled for this many sequences."""
+        self._prefilled = sequences, seconds / max(1, tokens)
 
     def stepped(self, sequences: int, seconds: float) -> None:
         """A step decoded a token of this many sequences."""
         self._last = sequences, seconds
-        self._most = max(self._most, sequences)
+        if sequences >= self._widest[0]:
+            self._widest = self._last
         if not self._fastest[0] or seconds < self._fastest[1]:
             self._fastest = self._last
 
     def may_start(self, started: Iterable[Work], new: Work, in_flight: int, more: int) -> bool:
         """Whether an example of `more` sequences may start beside the examples `started` of `in_flight` sequences."""
-        if not self._seconds or in_flight + more > GROWTH * self._most:
+        if not self._seconds or in_flight + more > GROWTH * self._widest[0]:
             return False
-        prefill, step = self._per_token * new.tokens, self._step(in_flight + more)
+        prefill, step = self._prefill(new.tokens, more), self._step(in_flight + more)
         return all(
             work.seconds + prefill + work.left * step <= max(self._seconds, 2 * self._alone(work))
             for work in (*started, new)
         )
 
     def _alone(self, work: Work) -> float:
-        return self._per_token * work.tokens + work.steps * self._fastest[1]
+        return self._prefilled[1] * work.tokens + work.steps * self._fastest[1]
+
+    def _prefill(self, tokens: int, sequences: int) -> float:
+        """Predicted seconds of a prefill for this many sequences."""
+        last, per_token = self._prefilled
+        return per_token * tokens * max(1.0, sequences / last)
 
     def _step(self, sequences: int) -> float:
         """Predicted seconds of a step of this many sequences."""
-        (few, fast), (last, seconds) = self._fastest, self._last
-        slope = max(0.0, (seconds - fast) / (last - few)) if last > few else 0.0
+        (few, fast), (last, seconds), (most, longest) = self._fastest, self._last, self._widest
+        slope = max(0.0, (longest - fast) / (most - few)) if most > few else seconds / max(1, last)
         return max(fast, seconds + slope * (sequences - last))

@@ -17,7 +17,8 @@ from kvbench.engine.teacher_forcing import policy_for
 from kvbench.errors import UsageError, refusing
 from kvbench.models.prompt import Prompt
 from kvbench.policies.schedule import Blocks
-from kvbench.results.files import RunBusyError, held, remove_torn, write_json, write_yaml
+from kvbench.results.definition import is_environment
+from kvbench.results.files import RunBusyError, held, read_json, remove_torn, write_json, write_yaml
 from kvbench.results.labels import names
 from kvbench.results.metrics import write_metrics
 from kvbench.results.samples import FILE_NAME, Sample, SampleFile, open_samples, read_samples
@@ -296,7 +297,8 @@ def _record_environment(run: Run, folder: Path, here: Mapping[str, Any]) -> None
 def _environments(folder: Path) -> list[dict[str, Any]]:
     """The environments in which a run was computed so far."""
     try:
-        first = json.loads((folder / _ENVIRONMENT).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        first = read_json(folder / _ENVIRONMENT)
+        found = [first, *first.pop("resumed", [])]
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         return []
-    return [first, *first.pop("resumed", [])]
+    return found if all(map(is_environment, found)) else []

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, takewhile
 from typing import NoReturn
@@ -56,9 +56,9 @@ class _InFlight:
     admitted_with: int  # sequences of one admission, including itself
     prefill_seconds: float
     recomputed: int  # prompt tokens that had been computed for an earlier question
+    start: float  # of its example for the first of its runs, before the prefill; as in time.monotonic()
     decode_seconds: float = 0.0
     most_in_flight: int = 1  # maximum number of sequences in flight at one time, including itself
-    admitted_at: float = field(default_factory=time.monotonic)
 
     @property
     def prompt(self) -> Prompt:
@@ -71,9 +71,9 @@ class _InFlight:
         return not (self.run.ended or self.run.run_alone)
 
     def work(self, sequence: LiveSequence, now: float) -> Work:
-        """What its example needs. now: on the clock of `admitted_at`."""
+        """What its example needs. now: on the clock of `start`."""
         steps = sequence.request.max_new_tokens
-        return Work(now - self.admitted_at, len(self.prompt.ids), steps, steps - len(sequence.tokens))
+        return Work(now - self.start, len(self.prompt.ids), steps, steps - len(sequence.tokens))
 
     @property
     def alone(self) -> bool:
@@ -100,6 +100,7 @@ class Scheduler:
         self._batch = self._new_batch()
         self._waiting = deque(one_by_one(items) if limit == 1 else items)
         self._in_flight: dict[LiveSequence, _InFlight] = {}
+        self._starts: dict[int, float] = {}  # of examples, by index
         self._histories: dict[tuple[int, RunWriter, int | None], History] = {}  # by conversation, run and sample
 
     def _new_batch(self) -> DecodeBatch:
@@ -190,7 +191,8 @@ class Scheduler:
         if first.prompt.turns and not first.prompt.own and self._continues(first, runs):
             requests = [replace(requests[0], next_turn="golden")]
         reset_peak(run.device)
-        allocated, began = peak(run.device), now(model)
+        allocated, began, start = peak(run.device), now(model), time.monotonic()
+        starts = [self._starts.setdefault(one.index, start) for one in some]
         try:
             policies = [policy_for(run.run.policy, first.prompt) for run in runs]
             sequences = self._batch.admit_questions(requests, policies, histories)
@@ -199,15 +201,15 @@ class Scheduler:
             return
         seconds = now(model) - began
         self._totals.prefilled(len(first.prompt.ids), count, seconds)
-        self._pace.prefilled(len(first.prompt.ids), seconds)
+        self._pace.prefilled(len(first.prompt.ids), count, seconds)
         if allocated is not None:
             taken = (peak(run.device) or 0) - allocated
             self._planner.measured(first.prompt, run, taken - (self._batch.nbytes - before))
-        for one, answers in zip(some, sequences, strict=True):
+        for one, answers, start in zip(some, sequences, starts, strict=True):
             for sequence, writer, history in zip(answers, runs, histories, strict=True):
                 known = one.prompt.known if one is first else 0
                 recomputed = known if history is None else history.recomputed
-                self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed)
+                self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed, start)
                 if sequence.history is not None and sequence.error is None:
                     self._histories[one.conversation, writer, one.prompt.sample] = sequence.history
         in_flight = self._batch.in_flight

@@ -77,13 +77,17 @@ def fitting(model: PreTrainedModel) -> int:
 
 
 def score(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """log p of tokens [N] under logits [N,V], [N] float32, and whether each is the most likely token, [N] bool."""
-    tokens = tokens.to(logits.device)
-    return -surprisal(logits, tokens), logits.argmax(-1) == tokens
+    """log p of tokens [N] under logits [N,V], [N] float32, and whether each is the most likely token, [N] bool.
+
+    log p is NaN where logits are not numbers: see `NOT_A_NUMBER`.
+    """
+    tokens, best = tokens.to(logits.device), logits.max(-1)
+    logprobs = -surprisal(logits, tokens)
+    return torch.where(best.values.isfinite(), logprobs, torch.nan), best.indices == tokens
 
 
 def joined(scored: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The scores of all calls. Raises FloatingPointError if logits were NaN."""
+    """The scores of all calls. Raises FloatingPointError if logits were not numbers."""
     logprobs, greedy = (torch.cat(parts) for parts in zip(*scored, strict=True))
     if bool(logprobs.isnan().any()):
         raise FloatingPointError(NOT_A_NUMBER)
@@ -91,7 +95,12 @@ def joined(scored: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def summary(nll: Tensor, first: int, block: int | None, most_kept: Iterable[Tensor]) -> Likelihood:
-    """The likelihood of tokens with -log p nll [n] that begin at position `first`; most_kept: [H_kv] per layer."""
+    """The likelihood of tokens with -log p nll [n] that begin at position `first`; most_kept: [H_kv] per layer.
+
+    Raises FloatingPointError if a token is masked, because no mean exists then.
+    """
+    if bool(nll.isinf().any()):
+        raise FloatingPointError("the model gives a token of the text probability 0 (its logit is -inf)")
     sums = nll.double().cumsum(0).tolist()
     end = first + len(sums)
     lengths = sorted({*(2**k for k in range(1, end.bit_length()) if first < 2**k <= end), end})

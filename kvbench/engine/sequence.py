@@ -189,14 +189,14 @@ def advance(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
 def choose_next(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
     """Append the next token to every sequence; logits [S,V], or [1,V] if they are the same for all.
 
-    A sequence whose logits are NaN ends with a FloatingPointError. Reading the tokens is the only point of a step at
-    which the host waits for the device.
+    A sequence whose logits are not numbers ends with a FloatingPointError. Reading the tokens is the only point of a
+    step at which the host waits for the device.
     """
     if len(logits) < len(sequences):
         logits = logits.repeat(len(sequences), 1)
     tokens, broken = next_tokens(logits, sequences)
-    for index, (sequence, token, is_nan) in enumerate(zip(sequences, tokens.tolist(), broken, strict=True)):
-        if sequence.error is None and is_nan:
+    for index, (sequence, token, is_broken) in enumerate(zip(sequences, tokens.tolist(), broken, strict=True)):
+        if sequence.error is None and is_broken:
             sequence.error = FloatingPointError(NOT_A_NUMBER)
         if sequence.error is None:
             sequence.append(token)
@@ -204,14 +204,14 @@ def choose_next(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
 
 
 def next_tokens(logits: Tensor, sequences: Sequence[LiveSequence]) -> tuple[Tensor, list[bool]]:
-    """The next token of each sequence [S], dictated, sampled or most likely; and whether its logits are NaN.
+    """The next token of each sequence [S], dictated, sampled or most likely; and whether its logits are broken.
 
     All sequences that sample use the same `Sampling`.
     """
     for index, sequence in enumerate(sequences):
         if sequence.forbidden:
             logits[index, sequence.forbidden] = -torch.inf
-    best = logits.max(-1)  # NaN counts as the largest number
+    best = logits.max(-1)  # NaN counts as the largest number; see NOT_A_NUMBER
     tokens = best.indices
     dictated = {index: token for index, one in enumerate(sequences) if (token := one.dictated) is not None}
     samplers = {index: one.sampler for index, one in enumerate(sequences) if one.sampler and index not in dictated}
@@ -220,7 +220,7 @@ def next_tokens(logits: Tensor, sequences: Sequence[LiveSequence]) -> tuple[Tens
         tokens[rows] = sampled(logits if len(rows) == len(logits) else logits[rows], list(samplers.values()))
     if dictated:
         tokens[list(dictated)] = torch.tensor(list(dictated.values()), device=tokens.device)
-    return tokens, best.values.isnan().tolist()
+    return tokens, best.values.isfinite().logical_not().tolist()
 
 
 def filtered(logits: Tensor, sampling: Sampling) -> Tensor:

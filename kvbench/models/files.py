@@ -6,7 +6,6 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from importlib import resources
 from os.path import expanduser
 from pathlib import Path
@@ -15,7 +14,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
 from kvbench.errors import ConfigError, UsageError
-from kvbench.models.gguf import dequantized, file_sha256, gguf_source, installed_folder, source_digest
+from kvbench.models.gguf import dequantized, described, file_sha256, gguf_source, installed_folder, source_digest
 
 # The files that affect generated tokens, unlike a README or a second copy of the weights.
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -54,10 +53,13 @@ class ModelSpec:
 
 
 def model_folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
-    """The folder with the model's files; for a hub model, at least the files that match `wanted`."""
+    """The folder with the model's files; for a hub model, at least the files that match `wanted`.
+
+    For a GGUF file, it has configuration and tokenizer; its weights are in the folder of `weights_folder`.
+    """
     file = gguf_file(spec)
     if file is not None:
-        return dequantized(file)
+        return described(file)
     if spec.path is not None:
         return _local_folder(Path(expanduser(spec.path)))
     if spec.bundled is not None:
@@ -65,6 +67,12 @@ def model_folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
     if spec.hub_id is None:
         raise UsageError(f"model={spec.name} needs model.path=/folder or model.hub_id=owner/name")
     return _download(spec.hub_id, spec, [*wanted, *(["*.py"] if spec.trust_remote_code else [])])
+
+
+def weights_folder(spec: ModelSpec, folder: Path) -> Path:
+    """The folder with the weights of a model whose files are in `folder`: a GGUF file is dequantized once."""
+    file = gguf_file(spec)
+    return folder if file is None else dequantized(file)
 
 
 def check_sha256(spec: ModelSpec) -> None:
@@ -142,13 +150,10 @@ def _download(hub_id: str, spec: ModelSpec, wanted: list[str]) -> Path:
 _unavailable: dict[tuple[str, str, str | None], str] = {}  # a sweep waits only once for an unreachable hub
 
 
-@lru_cache(maxsize=8)
 def weights_hash(folder: Path) -> str:
-    """sha256 over the names and contents of the files that affect generated tokens."""
+    """sha256 over the names and contents of the files that affect generated tokens; cached until one changes."""
     digest = hashlib.sha256()
     unwanted = {f for pattern in _UNWANTED for f in folder.glob(pattern)}
     for file in sorted({f for pattern in WANTED for f in folder.glob(pattern)} - unwanted):
-        digest.update(file.name.encode() + b"\0")
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+        digest.update(file.name.encode() + b"\0" + bytes.fromhex(file_sha256(file)))
     return digest.hexdigest()

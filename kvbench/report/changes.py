@@ -8,13 +8,13 @@ from kvbench.errors import UsageError
 from kvbench.report.table import NONE, Table, labelled
 from kvbench.results.changes import Changes, Share
 from kvbench.results.result import Result
-from kvbench.results.statistics import FEWEST, Difference
+from kvbench.results.statistics import FEWEST, Difference, corrected
 
 _LEGEND = (
     "lost, gained: answers that only full, and only this policy, gets right (graded scores: what they lose and gain); "
-    "net: gained - lost, *: its interval excludes 0; p: McNemar or bootstrap, not corrected; length: tokens of the "
-    "answers, EOS included, minus those of full; cut off: answers that reached max_new_tokens; KV footprint: entries "
-    "held, summed over all fed tokens and pre-passes, as a share of the full cache's"
+    "net: gained - lost, *: p (Holm) <= 0.05; p: McNemar or bootstrap; p (Holm): corrected for the rows; length: "
+    "tokens of the answers, EOS included, minus those of full; cut off: answers that reached max_new_tokens; KV "
+    "footprint: entries held, summed over all fed tokens and pre-passes, as a share of the full cache's"
 )
 
 
@@ -26,7 +26,10 @@ def changes_table(rows: Sequence[Result]) -> Table:
         raise UsageError(
             f"--changes compares with policy=full on the same examples, but no run shares {FEWEST} with one"
         )
-    columns = {title: [of(row, changes) or NONE for row, changes in found] for title, of in _COLUMNS.items()}
+    nets = corrected({row: row.vs_full for row in compared if row.vs_full})
+    columns = {
+        title: [of(row, changes, nets.get(row)) or NONE for row, changes in found] for title, of in _COLUMNS.items()
+    }
     notes = [_LEGEND]
     if any(row.kv_footprint is None for row in compared):
         notes.append("KV footprint: not in the samples of older runs (run them again in a new folder to have it)")
@@ -49,19 +52,21 @@ def _ratio(ratio: float | None) -> str | None:
     return None if ratio is None else f"{ratio:.2f}"
 
 
-def _p(row: Result) -> str | None:
-    return None if row.vs_full is None else f"{row.vs_full.p:.4f}"
+def _p(one: Difference | None) -> str | None:
+    return None if one is None else f"{one.p:.4f}"
 
 
-_COLUMNS: dict[str, Callable[[Result, Changes], str | None]] = {
-    "lost (95% CI)": lambda row, changes: _share(changes.lost),
-    "gained": lambda row, changes: _share(changes.gained),
-    "lost of right": lambda row, changes: _share(changes.lost_of_right),
-    "net": lambda row, changes: _difference(row.vs_full, 3),
-    "p": lambda row, changes: _p(row),
-    "length": lambda row, changes: _difference(changes.length, 1),
-    "ratio": lambda row, changes: _ratio(changes.length_ratio),
-    "cut off": lambda row, changes: _mean(row.cut_share, row.cut_share_low, row.cut_share_high),
-    "cut vs full": lambda row, changes: _difference(changes.cut, 3),
-    "KV footprint": lambda row, changes: _mean(row.kv_footprint, row.kv_footprint_low, row.kv_footprint_high),
+# net: the difference in score, with p corrected for the rows of the table
+_COLUMNS: dict[str, Callable[[Result, Changes, Difference | None], str | None]] = {
+    "lost (95% CI)": lambda row, changes, net: _share(changes.lost),
+    "gained": lambda row, changes, net: _share(changes.gained),
+    "lost of right": lambda row, changes, net: _share(changes.lost_of_right),
+    "net": lambda row, changes, net: _difference(net, 3),
+    "p": lambda row, changes, net: _p(row.vs_full),
+    "p (Holm)": lambda row, changes, net: _p(net),
+    "length": lambda row, changes, net: _difference(changes.length, 1),
+    "ratio": lambda row, changes, net: _ratio(changes.length_ratio),
+    "cut off": lambda row, changes, net: _mean(row.cut_share, row.cut_share_low, row.cut_share_high),
+    "cut vs full": lambda row, changes, net: _difference(changes.cut, 3),
+    "KV footprint": lambda row, changes, net: _mean(row.kv_footprint, row.kv_footprint_low, row.kv_footprint_high),
 }

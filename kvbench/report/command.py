@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -16,13 +15,15 @@ from kvbench.report.changes import changes_table
 from kvbench.report.curves import at_size_table, smallest_table
 from kvbench.report.formats import FORMATS, renamed, show
 from kvbench.report.price import price_table
+from kvbench.report.selection import selected, selection_options
 from kvbench.report.table import Table, chosen, results_table
 from kvbench.report.table import pivot as pivoted
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
 from kvbench.results.result import Result, load_results
 from kvbench.tasks.trust import trust_option
-from kvbench.terminal.command import PATH, Command
+from kvbench.terminal.command import PATH, Command, log_to_stderr
+from kvbench.terminal.escapes import visible
 from kvbench.terminal.outputs import check_output, writing
 
 TIDY = (".csv", ".parquet")
@@ -52,6 +53,7 @@ _COLUMNS = "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUM
     type=click.Choice(["budget", "task"]),
     help="A row per policy, a column per budget (scores with intervals) or per task (scores x 100, average).",
 )
+@selection_options(joined=False)
 @trust_option
 def collect(
     folder: Path,
@@ -60,10 +62,15 @@ def collect(
     columns: str | None,
     rename: Sequence[str],
     precision: int | None,
+    policy: Sequence[str],
+    task: Sequence[str],
+    model: Sequence[str],
+    budget: Sequence[str],
+    over_seeds: bool,
     **kinds: Any,  # noqa: ANN401 - the kinds of tables
 ) -> None:
     """Write or print the table. Raises UsageError."""
-    logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     found = {"columns": columns is not None, **kinds}
     given = [
         f"--{name.replace('_', '-')}" + f" {value}" * isinstance(value, str) for name, value in found.items() if value
@@ -81,7 +88,8 @@ def collect(
     others = dict(word.partition("=")[::2] for word in rename)
     if wrong := next((old for old, new in others.items() if not (old and new)), None):
         raise UsageError(f"--rename {wrong} must be OLD=NEW")
-    rows = load_results(folder).by(by)
+    wanted = {"policy": policy, "task": task, "model": model, "budget": budget, "over_seeds": over_seeds}
+    rows = selected(load_results(folder), wanted).by(by)
     known = dict.fromkeys([*(column.name for column in COLUMNS), *(key for row in rows for key in row.differs)])
     for name in names:
         if name not in known:
@@ -110,8 +118,15 @@ def _write_tidy(rows: Sequence[Result], names: Sequence[str], output: Path) -> N
 
 
 def _inert(cell: Any) -> Any:  # noqa: ANN401 - of a table
-    """A text that a spreadsheet would execute, with an apostrophe before it."""
-    return f"'{cell}" if isinstance(cell, str) and re.match(r"[=@\t\r]|[+-]\s*[^\s\d.]", cell) else cell
+    """A text that a spreadsheet would execute, with an apostrophe before it: all that begin like a formula but numbers.
+
+    Spreadsheets also ignore white space and read the wide signs of Chinese and Japanese text.
+    """
+    if not isinstance(cell, str):
+        return cell
+    cell = visible(cell, "\n\t")
+    begins = re.match(r"\s*[=+\-@|%＝＋－＠]|[\t\n]", cell)
+    return f"'{cell}" if begins and not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", cell, re.I) else cell
 
 
 def _table(rows: Sequence[Result], names: Sequence[str], pivot: str | None, **kinds: bool) -> Table:

@@ -52,7 +52,7 @@ def at_size_table(rows: Sequence[Result]) -> Table:
     note = (
         "kept: tokens held at the end, share of all, mean over examples; most held: entries of all layers and heads; "
         "at this size: the rival's score, interpolated between its budgets, none outside of them; difference: examples "
-        "are resampled once for sizes and scores, *: the interval excludes 0; matched: as many tokens of each example, "
+        "are resampled once for sizes and scores, *: p is at most 0.05; matched: as many tokens of each example, "
         "as equal budgets of all heads (uniform) or as the best of all heads (global)"
     )
     return table_of(AT_SIZE, cells, "policies without a budget", left=(*NAMES, "rival"), notes=(note,))

@@ -35,10 +35,8 @@ def markdown(table: Table) -> str:
 
 
 def _escaped(words: object) -> str:
-    text = str(words)
-    for sign in "\\`*_|<>":
-        text = text.replace(sign, f"\\{sign}")
-    return text
+    """A text without Markdown's syntax: emphasis, code, HTML, formulas, links and images, and cells."""
+    return re.sub(r"[\\`*_|<>~$&\[\]]|(?<=\])\(", r"\\\g<0>", str(words))
 
 
 def latex(table: Table, label: str = "results") -> str:

@@ -10,21 +10,23 @@ from kvbench.errors import UsageError
 from kvbench.report.table import Table, table_of
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
-from kvbench.results.statistics import FEWEST
+from kvbench.results.statistics import FEWEST, Difference, corrected
 
 NAMES = ("model", "task", "policy")
 COLUMNS = (*NAMES, "budget", "unit", "heads", "free", "kept", "MiB", "score", "own", "price (95% CI)")
 NOTE = (
-    "price: score with own token sets minus the score with this set, same scorer and examples, *: the 95% interval "
-    "excludes 0; kept: tokens per KV head; MiB: cache, whole pages"
+    "price: score with own token sets minus the score with this set, same scorer and examples, *: p <= 0.05 "
+    "with Holm's correction over the rows; kept: tokens per KV head; MiB: cache, whole pages"
 )
 
 
 def price_table(rows: Sequence[Result]) -> Table:
     """Every run with the selection `Pages` beside the run with own token sets. UsageError if there is no pair."""
     free = {_kind(row): row for row in rows if row.evicts and _constraint(row) == ("token", "own")}
-    found = (_cells(row, free[_kind(row)]) for row in rows if _constraint(row) and _kind(row) in free)
-    cells = [one for one in found if one is not None]
+    constrained = [(row, free[_kind(row)]) for row in rows if _constraint(row) and _kind(row) in free]
+    pairs = {row: paired(row.outcomes, own.outcomes) for row, own in constrained if None not in (row.score, own.score)}
+    prices = corrected({row: pair.difference for row, pair in pairs.items() if pair})
+    cells = [_cells(row, own, prices[row]) for row, own in constrained if row in prices and row is not own]
     if not cells:
         raise UsageError(
             "no run with the prefix paged_ has a run of the same scorer, task and budget with own token sets beside "
@@ -52,11 +54,7 @@ def _kind(row: Result) -> str:
     return json.dumps([row.setting, row.compress, row.budget, parts], sort_keys=True)
 
 
-def _cells(row: Result, own: Result) -> list[str] | None:
-    pair = paired(row.outcomes, own.outcomes)
-    if row is own or pair is None or row.score is None or own.score is None:
-        return None
-    price = pair.difference
+def _cells(row: Result, own: Result, price: Difference) -> list[str]:
     written = price.text().rstrip() if price.n >= FEWEST else f"{price.mean:+.3f}"
     unit, heads = _constraint(row)
     store = row.identity["policy"].get("store") or {}

@@ -17,10 +17,13 @@ from kvbench.errors import UsageError
 from kvbench.results.columns import frame as tidy
 from kvbench.results.labels import budget_order, in_words, text_of
 from kvbench.results.result import FINISHED, Result, Results
-from kvbench.results.statistics import FEWEST
+from kvbench.results.statistics import FEWEST, Difference, corrected
 from kvbench.terminal.command import terminal_width
+from kvbench.terminal.escapes import visible
 
 NONE = "-"
+AGAINST = "vs full (95% CI)"
+STAR = "*: p <= 0.05 with Holm's correction over the rows"
 LONG_ANSWER = 256  # from this mean number of generated tokens on, the length of answers is a column
 MIB = 2**-20
 RIGHT = ("budget", "n")
@@ -40,6 +43,14 @@ class Table:
     notes: Sequence[str] = ()
     left: Sequence[str] = ()
     groups: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Names in files of others may contain line breaks, and escape sequences of a terminal."""
+        shown = self.frame.map(lambda cell: visible(str(cell))).rename(columns=lambda name: visible(str(name)))
+        object.__setattr__(self, "frame", shown)
+        object.__setattr__(self, "title", visible(self.title))
+        for name in ("notes", "left", "groups"):
+            object.__setattr__(self, name, [visible(str(words)) for words in getattr(self, name)])
 
 
 def table_of(
@@ -125,9 +136,9 @@ def measure(row: Result) -> str:
     return f"{row.value:.{digits}f}{ends}"
 
 
-def _against(row: Result) -> str | None:
-    """Mean difference from the baseline on shared examples; "*" if it is significant."""
-    difference, digits = row.difference, 4 if row.reads else 3
+def _against(row: Result, difference: Difference | None) -> str | None:
+    """Mean difference from the baseline on shared examples; "*" if its corrected p is significant."""
+    digits = 4 if row.reads else 3
     if difference is None:
         return f"{row.gap.nll:+.4f} " if row.gap else None
     return difference.text(digits, digits - 1)
@@ -178,9 +189,11 @@ _COLUMNS = (
     _Column("score (95% CI)", measure, legend="score: mean, 1 is best", shown=lambda row: not row.reads),
     _Column("NLL (95% CI)", measure, legend="NLL: nats per token, lower is better", shown=lambda row: row.reads),
     _Column(
-        "vs full (95% CI)", _against, legend="vs full: on the same examples, *: the 95% interval excludes 0",
+        AGAINST, lambda row: _against(row, row.difference), legend=f"vs full: on the same examples; {STAR}",
         shown=lambda row: row.difference is not None or row.gap is not None,
     ),
+    _Column("seeds", "n_seeds", "d"),
+    _Column("SD", "seed_sd", ".3f", legend="SD: standard deviation of the seeds' means"),
     _Column("PPL", "perplexity", ".4g"),
     _Column("PPL vs full", lambda row: None if row.gap is None else f"{row.gap.perplexity:+.4g}"),
     _Column("pass@k", "pass_at_k", ".3f", legend="pass@k: share of prompts with a right answer among k"),
@@ -231,6 +244,9 @@ def results_table(rows: Sequence[Result]) -> Table:
     rows = _grouped(rows)
     shown = [one for one in _COLUMNS if any(one.shown(row) and one.text(row) is not None for row in rows)]
     numbers = {one.title: [one.text(row) or NONE for row in rows] for one in shown}
+    if AGAINST in numbers:
+        differences = corrected({row: row.difference for row in rows if row.difference})
+        numbers[AGAINST] = [_against(row, differences.get(row)) or NONE for row in rows]
     return labelled(rows, numbers, [one.legend for one in shown if one.legend])
 
 
@@ -323,11 +339,14 @@ def pivot(rows: Sequence[Result], across: str) -> Table:
     for place, row in enumerate(rows):
         label = tuple(words[name][place] for name in named)
         cells.setdefault(label, {}).setdefault(words[across][place], []).append(row)
-    write, several_n = _percent if by_task else _with_interval, len({row.n for row in rows}) > 1
+    differences = corrected({row: row.difference for row in rows if row.difference})
+    starred = {row for row, one in differences.items() if one.claims}
+    several_n = len({row.n for row in rows}) > 1
 
     def cell(row: Result) -> str:
+        value = _percent(row) if by_task else measure(row) + "*" * (row in starred)
         n = [f"n={row.n}"] if several_n or not row.finished else []
-        return " ".join([write(row), *([f"[{', '.join(['unfinished'] * (not row.finished) + n)}]"] if n else [])])
+        return " ".join([value, *([f"[{', '.join(['unfinished'] * (not row.finished) + n)}]"] if n else [])])
 
     body = [
         [*label, *("; ".join(map(cell, found.get(name, []))) or NONE for name in columns)]
@@ -342,14 +361,10 @@ def pivot(rows: Sequence[Result], across: str) -> Table:
     kinds = dict.fromkeys("NLL in nats per token, lower is better" if row.reads else "score" for row in rows)
     what = "score x 100" if by_task else f"{' or '.join(kinds)} (95% CI)"
     legend = ["budget: tokens per KV head (below 1: share of the prompt)"]
-    if not by_task and any(row.difference and row.difference.claims for row in rows):
-        legend.append("*: the 95% interval of the difference from full on the same examples excludes 0")
+    if not by_task and starred:
+        legend.append(f"difference from full on the same examples, {STAR}")
     frame = frame_of([*named, *titles], list(zip(*body, strict=True)))
     return _table(frame, f"{what} by {across}: {_shared(words, [*named, across])}", legend, rows, named)
-
-
-def _with_interval(row: Result) -> str:
-    return measure(row) + ("*" if row.difference and row.difference.claims else "")
 
 
 def _percent(row: Result) -> str:

@@ -66,6 +66,8 @@ COLUMNS = (
     Column("task_fields", "every field of the task, as JSON", "json", at="identity.task"),
     Column("subset", "all examples, or those of one task, length or depth (--by)", "words"),
     Column("seed", "seed of the examples", "integer", at="identity.seed"),
+    Column("n_seeds", "number of seeds (--over-seeds)", "integer"),
+    Column("seed_sd", "standard deviation of the score or NLL over the seeds (--over-seeds)"),
     Column("n", "examples", "integer"),
     Column("n_failed", "examples that exceeded their budget or failed; if not 0, there is no score", "integer"),
     Column("n_shared", "examples that shared prefill or decoding; if not 0, there are no times", "integer"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -16,14 +16,23 @@ from uuid import uuid4
 import yaml
 
 from kvbench.errors import UsageError, first_line
-from kvbench.results.files import held, read_yaml, remove_torn, write_atomically, write_json, yaml_text
+from kvbench.results.files import (
+    fits,
+    held,
+    read_bytes,
+    read_json,
+    read_yaml,
+    remove_torn,
+    write_atomically,
+    write_json,
+    yaml_text,
+)
 from kvbench.results.samples import FILE_NAME as SAMPLES
 from kvbench.results.samples import read_samples
 
 FILE_NAME = "sweep.yaml"
 SWEEP_FOLDER = ".sweep"
 """The folder of job logs and states of runs."""
-RECORDS = ("config.yaml", "environment.json")
 _HEAD = "# The runs of this folder's sweeps: `kvbench sweep status FOLDER` shows their progress.\n"
 
 
@@ -45,18 +54,21 @@ class Entry:
     identity: dict[str, Any] | None = None
     error: str | None = None
     folder: str = "."  # working directory of its command: paths of its configuration are relative to it
+    modules: tuple[str, ...] = ()  # further folders with modules of the user: those beside --config-dir
 
     @contextmanager
     def working_folder(self) -> Iterator[None]:
-        """Work in `folder`, with the user's modules there, as under `python -m`. Raises UsageError if it is gone."""
+        """Work in `folder`, where modules of the user are found. Raises UsageError if it is gone."""
         if not Path(self.folder).is_dir():
             raise UsageError(f"{self.title}: the folder of its command is gone: {self.folder}")
-        sys.path.insert(0, self.folder)
+        added = [folder for folder in (self.folder, *self.modules) if folder not in sys.path]
+        sys.path += added
         try:
             with chdir(self.folder):
                 yield
         finally:
-            sys.path.remove(self.folder)
+            for folder in added:
+                sys.path.remove(folder)
 
     @property
     def key(self) -> str:
@@ -123,7 +135,7 @@ def read_definition(folder: Path) -> Definition:
     try:
         values = read_yaml(path)
         folder = values.pop("folder", ".")  # older sweeps have one for all runs
-        runs = tuple(Entry(**{"folder": folder, **run, "changed": tuple(run["changed"])}) for run in values.pop("runs"))
+        runs = tuple(_entry({"folder": folder, **run}) for run in values.pop("runs"))
         return Definition(**{**values, "commands": tuple(values["commands"])}, runs=runs)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} holds no sweep: there is no {FILE_NAME}") from None
@@ -147,9 +159,14 @@ def sweep_name(out: Path, experiment: str | None) -> str:
     return re.sub(r"[^\w.-]+", "_", experiment or out.resolve().name) or "sweep"
 
 
+def _entry(values: dict[str, Any]) -> Entry:
+    """The inverse of `_values`."""
+    return Entry(**{**values, "changed": tuple(values["changed"]), "modules": tuple(values.get("modules", ()))})
+
+
 def _values(entry: Entry, known: dict[str, Any]) -> dict[str, Any]:
     """An entry as plain data. Equal mappings become one object, which YAML writes once."""
-    values: dict[str, Any] = {**vars(entry), "changed": list(entry.changed)}
+    values: dict[str, Any] = {**vars(entry), "changed": list(entry.changed), "modules": list(entry.modules)}
     for name in ("config", "identity"):
         tree = values[name] or {}
         for key, value in tree.items():
@@ -187,22 +204,27 @@ def write_state(out: Path, run_id: str, state: RunState) -> None:
 def read_state(out: Path, run_id: str) -> RunState | None:
     """The state of a run; None if it was never started."""
     try:
-        return RunState(**json.loads(state_path(out, run_id).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        state = RunState(**read_json(state_path(out, run_id)))
+        kinds = isinstance(state.limit, int | None), isinstance(state.total, int | None)
+        return state if all(kinds) and isinstance(state.error, str | None) else None
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 
 def examples(folder: Path) -> tuple[int, int]:
     """The number of examples of a summarized run, and how many of them failed; (0, 0) for an unfinished run.
 
-    Raises ValueError if its samples are damaged.
+    If there is one answer to each prompt, the samples are counted and not read. Raises ValueError if they are damaged.
     """
     try:
-        summarized = int(json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["n"])
-        stat = (folder / SAMPLES).stat()
-    except (OSError, ValueError, KeyError, TypeError):
+        numbers = read_json(folder / "metrics.json")
+        summarized, failed = int(numbers["n"]), int(numbers["n_failed"])
+        modified, now = (folder / "metrics.json").stat(), (folder / SAMPLES).stat()
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0, 0
-    n, failed = _counted(folder / SAMPLES, stat.st_mtime_ns, stat.st_size)
+    if lines(folder) == summarized and modified.st_mtime_ns >= now.st_mtime_ns:
+        return summarized, failed
+    n, failed = _counted(folder / SAMPLES, now.st_mtime_ns, now.st_size)  # several answers to a prompt, or interrupted
     return (n, failed) if n >= summarized else (0, 0)
 
 
@@ -222,20 +244,49 @@ def _counted(path: Path, modified: int, size: int) -> tuple[int, int]:
 def lines(folder: Path) -> int:
     """The number of examples of a run on disk."""
     try:
-        return (folder / SAMPLES).read_bytes().count(b"\n")
+        return read_bytes(folder / SAMPLES).count(b"\n")
     except OSError:
         return 0
 
 
-def missing_records(folder: Path) -> list[str]:
-    """The files that describe a run and are missing, empty, or filled with zeros after a power cut."""
-    return [name for name in RECORDS if not _begins(folder / name)]
+def damaged_records(folder: Path) -> list[str]:
+    """The files that describe a run and are missing or damaged, or describe another run."""
+    return [name for name, check in _RECORDS.items() if not check(folder / name)]
 
 
-def _begins(path: Path) -> bool:
+def _is_config(path: Path) -> bool:
     try:
-        with path.open("rb") as stream:
-            return stream.read(1) not in (b"", b"\0")
+        config = read_yaml(path)
+        whole = {"naming", "config"} <= config.keys() and isinstance(config["naming"], dict)
+        return bool(whole and config["run_id"] == path.parent.name and fits(config["run_id"], config["identity"]))
+    except (OSError, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def is_environment(value: object) -> bool:
+    """Whether a value of environment.json describes a machine and its software."""
+    if not isinstance(value, dict) or not {"packages", "hardware", "python", "kvbench_revision"} <= value.keys():
+        return False
+    packages, hardware = value["packages"], value["hardware"]
+    known = {"device_name", "processor", "torch_threads"}
+    return isinstance(packages, dict) and isinstance(hardware, dict) and known <= hardware.keys()
+
+
+def _is_environment_file(path: Path) -> bool:
+    try:
+        first = read_json(path)
+        return is_environment(first) and all(map(is_environment, first.get("resumed", [])))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
+_RECORDS: dict[str, Callable[[Path], bool]] = {"config.yaml": _is_config, "environment.json": _is_environment_file}
+
+
+def _begin(folder: Path) -> bool:
+    """Whether the files that describe a run exist, and are not empty or filled with zeros after a power cut."""
+    try:
+        return all(read_bytes(folder / name)[:1] not in (b"", b"\0") for name in _RECORDS)
     except OSError:
         return False
 
@@ -249,7 +300,7 @@ def is_complete(out: Path, entry: Entry) -> bool:
     except ValueError:
         return False
     state = read_state(out, entry.run_id)
-    if not n or (state is not None and state.error is not None) or missing_records(out / entry.run_id):
+    if not n or (state is not None and state.error is not None) or not _begin(out / entry.run_id):
         return False
     in_task = None if state is None else state.in_task
     return (entry.limit is not None and n >= entry.limit) or (in_task is not None and n >= in_task)

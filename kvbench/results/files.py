@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import hashlib
 import json
 import os
+import re
 import socket
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -17,6 +21,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C version, if available, is 8 times as fast
+_DEEPEST = 100
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
@@ -81,9 +86,50 @@ def yaml_text(value: object) -> str:
     return str(yaml.dump(value, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=120))
 
 
+def read_bytes(path: Path) -> bytes:
+    """The content of a file. Raises OSError, also for a pipe or a device, which a folder of others may contain."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its other end
+    with open(number, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        return stream.read()
+
+
+def read_json(path: Path) -> Any:  # noqa: ANN401 - whatever JSON holds
+    """The content of a JSON file. Raises OSError, and ValueError for invalid JSON."""
+    return json.loads(read_bytes(path))
+
+
 def read_yaml(path: Path) -> Any:  # noqa: ANN401 - whatever YAML holds
-    """The content of a YAML file. Raises OSError, and yaml.YAMLError for invalid YAML."""
-    return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
+    """The content of a YAML file. Raises OSError, and yaml.YAMLError for invalid or very deep YAML."""
+    text = read_bytes(path).decode()
+    if _may_be_deep(text):  # the loader in C would overflow its stack, which ends the process
+        depth = 0
+        for event in yaml.parse(text, _LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                raise yaml.YAMLError(f"it has more than {_DEEPEST} levels")
+    return yaml.load(text, _LOADER)
+
+
+def _may_be_deep(text: str) -> bool:
+    """Whether brackets, also those in texts, or dashes may open more than `_DEEPEST` levels."""
+    depth = 0
+    for bracket in re.findall(r"[][{}]", text):
+        depth += 1 if bracket in "[{" else -1
+        if depth > _DEEPEST:
+            return True
+    return re.search(rf"(?:[-?:]\s+){{{_DEEPEST}}}", text) is not None
+
+
+def digest_of(identity: Mapping[str, Any]) -> str:
+    """The end of a run's id: the first 10 digits of the sha256 of its identity."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def fits(run_id: str, identity: Mapping[str, Any]) -> bool:
+    """Whether a run's id is that of its identity; also true for an id that does not end like one."""
+    return not re.search("-[0-9a-f]{10}$", run_id) or run_id.endswith(f"-{digest_of(identity)}")
 
 
 _NAME = ".lock"
@@ -108,16 +154,17 @@ def held(folder: Path, wait: bool = False) -> Iterator[None]:
     wait: wait for another process to release it, instead of raising RunBusyError.
     """
     lock = FileLock(folder / _NAME)
-    try:
-        lock.acquire(blocking=wait)
-    except Timeout:
-        raise RunBusyError(f"another process is computing this run: {folder}", folder) from None
+    while not lock.is_locked:
+        try:
+            lock.acquire(blocking=wait)
+        except Timeout:
+            if is_held(folder):  # otherwise `is_locked` in another process held it for a moment
+                raise RunBusyError(f"another process is computing this run: {folder}", folder) from None
     try:
         yield
     finally:
-        (folder / _NAME).unlink(
-            missing_ok=True
-        )  # before the release: a process that locks the deleted file tries again
+        # Before the release: a process that locks the deleted file tries again.
+        (folder / _NAME).unlink(missing_ok=True)
         lock.release()
 
 
@@ -127,15 +174,21 @@ def is_held(folder: Path) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of this file. A process that ends, in whatever way, releases its locks."""
+    """Whether a process holds the lock of this file. A process that ends, in whatever way, releases its locks.
+
+    For a moment this takes a shared lock, which keeps nobody from finding that no process holds the exclusive one.
+    """
     try:
-        with path.open("rb") as stream:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     except BlockingIOError:
         return True
+    finally:
+        os.close(number)
 
 
 def is_open_at(path: Path, stream: BinaryIO | FileIO) -> bool:

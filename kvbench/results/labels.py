@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from kvbench.terminal.escapes import visible
+
 NAMED = ("model", "policy", "task")
 _LABELS = {"policy": "policy", "task": "task", "model": "model", "generation": "model"}
 """The label that contains a field of the identity; other fields follow the policy's label."""
@@ -34,6 +36,12 @@ class Naming:
     task: str
     changed: tuple[str, ...] = ()
     reads: str | None = None
+
+    def __post_init__(self) -> None:
+        """Names are shown in terminals, tables and figures: see `visible`."""
+        for name in NAMED:
+            if isinstance(text := getattr(self, name), str):  # a file may hold anything
+                object.__setattr__(self, name, visible(text))
 
 
 def names(naming: Naming, identity: Mapping[str, Any], also: Collection[str] = ()) -> dict[str, str]:

@@ -16,10 +16,11 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import UsageError, instead
+from kvbench.errors import LARGEST, UsageError, instead
 from kvbench.results.changes import Changes, changes
+from kvbench.results.definition import is_environment
 from kvbench.results.described import Described
-from kvbench.results.files import read_yaml
+from kvbench.results.files import fits, read_json, read_yaml
 from kvbench.results.labels import (
     NAMED,
     Naming,
@@ -36,7 +37,10 @@ from kvbench.results.pairs import NLLGap, Paired, paired, shared
 from kvbench.results.samples import FILE_NAME, Sample, read_samples
 from kvbench.results.session import machine, other_versions
 from kvbench.results.statistics import FEWEST, Difference
+from kvbench.results.summary import FILE_NAME as SUMMARY
 from kvbench.results.summary import Outcome, StoredSamples, outcomes_of, read_summary
+from kvbench.tasks.trust import reading
+from kvbench.terminal.escapes import visible
 
 FINISHED, UNFINISHED = "finished", "unfinished"
 
@@ -63,6 +67,8 @@ class Result(Numbers, Described):
     line: str = ""
     mixed: str = ""  # versions that differ between the processes that computed the run
     baseline: Result | None = None
+    n_seeds: int | None = None  # of runs joined by `results.seeds`
+    seed_sd: float | None = None  # standard deviation of their values
 
     n: int
     n_failed: int
@@ -127,7 +133,7 @@ class Result(Numbers, Described):
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
         """The score or likelihood of every prompt."""
-        return self.samples.outcomes if isinstance(self.samples, StoredSamples) else outcomes_of(self.samples)
+        return getattr(self.samples, "outcomes", None) or outcomes_of(self.samples)
 
     @cached_property
     def prompts(self) -> tuple[str, ...]:
@@ -172,7 +178,7 @@ class Result(Numbers, Described):
             replace(
                 self,
                 samples=tuple(samples),
-                subset=(subset := f"{key}={value}"),
+                subset=(subset := visible(f"{key}={value}")),
                 baseline=baselines.get(subset),
                 **numbers(metrics(samples)),
             )
@@ -219,6 +225,7 @@ class Results(Sequence[Result]):
         return [each for row in self for each in (row, *(part for key in keys for part in row.parts(key)))]
 
 
+@reading()
 def load_results(folder: Path) -> Results:
     """All runs in or below `folder`. An unfinished run has its finished examples and `state` "unfinished".
 
@@ -263,7 +270,7 @@ def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> 
     try:
         stored = None if whole else read_summary(folder)
         if stored is not None and (limit is None or limit >= len(stored.samples)):
-            return _result(folder, stored.samples, stored.run, stored.numbers)
+            return _result(folder, stored.samples, stored.run, stored.numbers, whole)
         file = FILE_NAME
         samples = tuple(read_samples(folder / FILE_NAME)[:limit])
         if not samples:
@@ -271,7 +278,7 @@ def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> 
         file = "config.yaml"
         config = read_yaml(folder / file)
         file = "config.yaml or environment.json"
-        found = _result(folder, samples, config, metrics(samples))
+        found = _result(folder, samples, config, metrics(samples), whole)
         if not (whole or limit is not None) and found.finished:  # hundreds of runs would fill the memory
             found = replace(found, samples=StoredSamples(folder / FILE_NAME, len(samples), outcomes_of(samples)))
         return found
@@ -280,24 +287,40 @@ def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> 
         raise UsageError(f"{folder} is not a readable run ({file}: {reason})") from error
 
 
-def _result(folder: Path, samples: Sequence[Sample], config: Mapping[str, Any], measured: Mapping[str, Any]) -> Result:
-    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+def _result(
+    folder: Path, samples: Sequence[Sample], config: Mapping[str, Any], measured: Mapping[str, Any], whole: bool
+) -> Result:
+    """whole: the caller compares run id and identity."""
+    environment = read_json(folder / "environment.json")
     stored, resumed = config["naming"], environment.get("resumed", [])
     naming = Naming(**{**stored, "changed": tuple(stored["changed"])})
     found = Result(
         folder=folder,
-        run_id=config["run_id"],
+        run_id=visible(config["run_id"]),
         identity=config["identity"],
         environment=environment,
         samples=samples,
         naming=naming,
-        state=FINISHED if (folder / METRICS).exists() else UNFINISHED,
+        state=FINISHED if _is_finished(folder, samples, measured["n"]) else UNFINISHED,
         mixed=other_versions([environment, *resumed[:-1]], resumed[-1]) if resumed else "",
         **{name: getattr(naming, name) for name in NAMED},
         **numbers(measured),
     )
     _check(found)
+    if not whole and not all(fits(name, found.identity) for name in (found.run_id, folder.name)):
+        raise ValueError("its identity is that of another run, or damaged")
     return found
+
+
+def _is_finished(folder: Path, samples: Sequence[Sample], prompts: int) -> bool:
+    """Whether metrics were written, and for no more examples than the samples have, which may have lost lines."""
+    if isinstance(samples, StoredSamples):
+        return True
+    try:
+        written, parts = read_json(folder / METRICS), read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else {}
+        return bool(written["n"] <= prompts and parts.get("samples", 0) <= len(samples))
+    except _UNREADABLE:
+        return False
 
 
 def _check(row: Result) -> None:
@@ -309,7 +332,31 @@ def _check(row: Result) -> None:
     if budget is not None and not (isinstance(budget, int | float) and 0 < budget < inf):
         raise ValueError(f"budget={budget} is not allowed")
     _ = row.setting, row.is_full, row.when, row.weights, row.device, row.bits_per_number, machine(row.environment)
-    _ = names(naming, row.identity), row.environment["packages"].items(), row.environment["python"]
+    _ = names(naming, row.identity), row.identity["generation"]["decoding"]
+    if not is_environment(row.environment):
+        raise ValueError("environment.json does not describe a machine and its software")
+    _check_kinds(row)
+
+
+def _check_kinds(row: Result) -> None:
+    """Raise TypeError if a value is not of the kind of its column in tables."""
+    whole = {"n": row.n, "n_failed": row.n_failed, "n_shared": row.n_shared, "seed": row.identity["seed"]}
+    whole |= {name: value for name in ("scored_tokens", "block") if (value := getattr(row, name)) is not None}
+    measured = (*Numbers.__dataclass_fields__, "score", "score_low", "score_high", "nll", "nll_low", "nll_high")
+    numbers = {name: getattr(row, name) for name in (*measured, "perplexity")}
+    about = {"code": row.identity.get("code"), "kvbench_revision": row.environment["kvbench_revision"]}
+    texts = {"interval": row.interval, "weights": row.weights, "device": row.device, **about}
+    nested = {name: getattr(row, name) for name in ("official", "official_intervals", "groups", "curve")}
+    wrong = [name for name, value in whole.items() if type(value) is not int or abs(value) > LARGEST]
+    wrong += [name for name, value in numbers.items() if value is not None and not _is_number(value)]
+    wrong += [name for name, value in texts.items() if not isinstance(value, str | None)]
+    wrong += [name for name, value in nested.items() if not isinstance(value, Mapping | None)]
+    if wrong:
+        raise TypeError(f"{', '.join(wrong)}: a value has another type")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) <= LARGEST)
 
 
 def _named(rows: Sequence[Result]) -> list[Result]:

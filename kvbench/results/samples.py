@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from kvbench.errors import LARGEST
-from kvbench.results.files import RunLostError, held, is_open_at, sync_folder, write_atomically
+from kvbench.results.files import RunLostError, held, is_open_at, read_bytes, sync_folder, write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,7 +185,7 @@ def read_samples(path: Path) -> list[Sample]:
 
     Raises ValueError with file and line if another line is damaged.
     """
-    return _parse(path, path.read_bytes())[0] if path.exists() else []
+    return _parse(path, read_bytes(path))[0] if path.exists() else []
 
 
 class SampleFile:
@@ -196,7 +196,7 @@ class SampleFile:
         self._stream = path.open("ab", buffering=0)
         try:
             sync_folder(path.parent)
-            self.samples, self._end = _parse(path, path.read_bytes())
+            self.samples, self._end = _parse(path, read_bytes(path))
         except BaseException:
             self._stream.close()
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import logging
 import os
 import platform
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench import __version__
-from kvbench.results.files import write_json
+from kvbench.results.files import read_json, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +179,7 @@ def record(places: Mapping[Path, str], totals: Totals) -> None:
 
 def _add(path: Path, sessions: Sequence[dict[str, Any]]) -> None:
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))["sessions"] if path.exists() else []
+        before = read_json(path)["sessions"] if path.exists() else []
         write_json(path, {"sessions": [*before, *(session for session in sessions if session not in before)]})
     except (OSError, ValueError, KeyError) as error:  # for example a full disk: the run itself is not affected
         log.warning("%s could not be written: %s", path, error)

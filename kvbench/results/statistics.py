@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import sqrt
 from statistics import NormalDist
+from typing import TypeVar
 
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import bdtr, ndtr, stdtrit
 
+K = TypeVar("K", bound=Hashable)
 CONFIDENCE = 0.95
 ALPHA = 1 - CONFIDENCE
 FEWEST = 5  # no difference is claimed below this number of examples
@@ -45,8 +47,11 @@ class Difference:
 
     @property
     def claims(self) -> bool:
-        """Whether the two differ: the interval excludes 0, and there are at least FEWEST examples."""
-        return self.n >= FEWEST and not self.low <= 0 <= self.high
+        """Whether the two differ: p is at most 0.05, the interval excludes 0, and there are at least FEWEST examples.
+
+        Tango's interval excludes 0 from 4 answers that only one of the two got right; the exact test needs 6.
+        """
+        return self.n >= FEWEST and self.p <= ALPHA and not self.low <= 0 <= self.high
 
     def text(self, digits: int = 3, ends: int = 3) -> str:
         """Mean, interval and, if it claims something, a star: `+0.100 (+0.050..+0.150)*`; otherwise a space."""
@@ -192,6 +197,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
         least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = least
     return adjusted
+
+
+def corrected(differences: Mapping[K, Difference]) -> dict[K, Difference]:
+    """The same differences with p corrected for their number by `holm`, and so `claims`; intervals stay as they are."""
+    adjusted = holm([one.p for one in differences.values()])
+    return {key: replace(one, p=p) for (key, one), p in zip(differences.items(), adjusted, strict=True)}
 
 
 def tails(n: int) -> tuple[float, float]:

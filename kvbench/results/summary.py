@@ -20,7 +20,7 @@ from typing import Any, overload
 from kvbench import tasks
 from kvbench.errors import LARGEST
 from kvbench.results import metrics
-from kvbench.results.files import read_yaml, write_atomically
+from kvbench.results.files import read_bytes, read_json, read_yaml, write_atomically
 from kvbench.results.samples import FILE_NAME as SAMPLES
 from kvbench.results.samples import Sample, read_samples
 from kvbench.tasks.scores import summary_module
@@ -127,10 +127,10 @@ def write_summary(folder: Path, samples: Sequence[Sample]) -> None:
 def read_summary(folder: Path) -> Summary | None:
     """The summary of a run; None if it is missing or damaged, lacks a number, or is of other files or other code."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        content = json.loads((folder / FILE_NAME).read_bytes())
+        content = read_json(folder / FILE_NAME)
         if content["computed_from"] != _digest(folder):
             return None
-        numbers = json.loads((folder / metrics.FILE_NAME).read_bytes())
+        numbers = read_json(folder / metrics.FILE_NAME)
         columns = (content["outcomes"][name] for name in Outcome.__dataclass_fields__)
         rows = list(zip(*columns, strict=True))
         outcomes = tuple(Outcome(intern(key), *others) for key, *others in rows)
@@ -153,8 +153,7 @@ def _is_number(value: object) -> bool:
 def _digest(folder: Path) -> str:
     digest = hashlib.sha256(metrics.CODE + _benchmarks())
     for name in _MADE_FROM:
-        with (folder / name).open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+        digest.update(hashlib.sha256(read_bytes(folder / name)).digest())
     return digest.hexdigest()
 
 

@@ -5,25 +5,24 @@ from __future__ import annotations
 import ast
 import gc
 import hashlib
-import json
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from kvbench import __version__
 from kvbench.errors import UsageError
+from kvbench.models.gguf import version_of
+from kvbench.models.user_cache import user_cache
+from kvbench.results.files import digest_of as digest_of
 
 FOLDERS = ("policies", "kernels", "tasks", "cache", "engine", "models")
 """The folders of the package with code that computes and scores."""
-
-
-def digest_of(identity: Mapping[str, Any]) -> str:
-    """The end of a run's id: the first 10 digits of the sha256 of its identity."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
+_THIS = Path(__file__)
 
 
 def with_data(task: Any) -> Any:  # noqa: ANN401 - a described task
@@ -46,18 +45,34 @@ def code_digest(described: object) -> str:
 @cache
 def _code_digest(modules: frozenset[str]) -> str:
     files = [path for path in map(_file, sorted(modules)) if path is not None]
-    return hashlib.sha256("".join([_own_code(), *map(_source, files)]).encode()).hexdigest()[:16]
+    own = _own_code()
+    return (hashlib.sha256("".join([own, *map(_source, files)]).encode()).hexdigest() if files else own)[:16]
 
 
 @cache
 def _own_code() -> str:
+    """The digest of the package's version and code, in hexadecimal.
+
+    Parsing takes seconds, so the digest of the newest code is stored in the user's cache, by the bytes of its files.
+    """
     package = Path(__file__).resolve().parents[1]
     files = [path for name in FOLDERS for path in sorted((package / name).resolve().rglob("*.py"))]
+    read = [hashlib.sha256(path.read_bytes()).digest() for path in (_THIS, *files)]
+    state = hashlib.sha256(f"{sys.version_info[:2]} {__version__}".encode() + b"".join(read)).hexdigest()
+    stored = user_cache("code") / hashlib.sha256(str(package).encode()).hexdigest()[:16]
+    with suppress(OSError, UnicodeDecodeError):
+        known, _, digest = stored.read_text().partition(" ")
+        if known == state and re.fullmatch("[0-9a-f]{64}", digest):
+            return digest
     gc.disable()  # a syntax tree has 100,000s of objects, none of which is garbage yet: half the time
     try:
-        return __version__ + "".join(map(_source, files))
+        digest = hashlib.sha256((__version__ + "".join(map(_source, files))).encode()).hexdigest()
     finally:
         gc.enable()
+    with suppress(OSError):  # nothing is stored where nothing can be written
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        stored.write_text(f"{state} {digest}")
+    return digest
 
 
 def _source(path: Path) -> str:
@@ -101,14 +116,14 @@ def data_digest(path: str) -> str:
     for file in files:
         name = "" if file == root else str(file.relative_to(root))
         if not name.startswith(".") and "/." not in name and name not in written and file.parent not in runs:
-            data.append((file, name, file.stat().st_mtime_ns, file.stat().st_size))
+            data.append((file, name, *version_of(file)))
     return _data_digest(tuple(data))
 
 
 @lru_cache(maxsize=32)  # the runs of a sweep share their tasks
-def _data_digest(files: tuple[tuple[Path, str, int, int], ...]) -> str:
+def _data_digest(files: tuple[tuple[Any, ...], ...]) -> str:
     digest = hashlib.sha256()
-    for file, name, _, _ in files:
+    for file, name, *_ in files:
         with file.open("rb") as stream:
             digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
     return f"sha256:{digest.hexdigest()[:16]}"

@@ -19,7 +19,7 @@ from kvbench.cache.joining import can_record
 from kvbench.config.compose import find
 from kvbench.config.parts import build, refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, check_method, named_config, scheduled
-from kvbench.errors import ConfigError, UsageError, refusing
+from kvbench.errors import CHANGED, ConfigError, UsageError, refusing
 from kvbench.models.cache_shapes import check_shape
 from kvbench.models.files import ModelSpec, check_sha256
 from kvbench.models.given import checkpoint_of
@@ -106,6 +106,11 @@ class Run:
         words = [self.checkpoint.spec.name, self.policy_name, *([] if self.budget is None else [str(self.budget)])]
         name = "-".join([*words, self.task.name, digest_of(self.identity)]).replace("/", "_")
         return re.sub(r"^[.-]", "_", name)  # neither a hidden folder nor an option
+
+    def check_data(self) -> None:
+        """Raise UsageError if the task's data, which was just read, is no longer that of the identity."""
+        if with_data(describe(self.task)) != self.identity["task"]:
+            raise UsageError(f"{self.run_id}: {CHANGED}")
 
     @property
     def folder(self) -> Path:

@@ -15,7 +15,7 @@ from kvbench.config.parts import build, refusing_in
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.engine.run_writer import RunCallback
-from kvbench.errors import UsageError, one_line
+from kvbench.errors import CHANGED, UsageError, one_line
 from kvbench.results.definition import Entry, RunState, examples, failed_examples, write_state
 from kvbench.results.files import RunBusyError, RunLostError
 from kvbench.results.result import Result, read_result
@@ -23,6 +23,7 @@ from kvbench.results.samples import Sample
 from kvbench.run.run import Run, build_run
 from kvbench.run.run_config import typed
 from kvbench.terminal.command import write_message
+from kvbench.terminal.escapes import visible
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +94,7 @@ def rebuilt(entry: Entry, out: Path) -> Run:
         run = build_run(typed({**entry.config, "out": str(out)}, entry.names))
         run_id = run.run_id  # it contains digests of files below this folder
     if run_id != entry.run_id:
-        raise UsageError(
-            f"{entry.run_id} is now {run_id}: its code, its model or a file that it reads has changed since the "
-            "sweep started; run its command again"
-        )
+        raise UsageError(f"{entry.run_id} is now {run_id}: its code, {CHANGED}")
     return replace(run, changed=entry.changed, config=entry.config)
 
 
@@ -224,8 +222,9 @@ def compute(entries: Sequence[Entry], runs: Mapping[str, Run], out: Path, tracke
     """
     recorder = Recorder({entry.key: entry.title for entry in entries}, out, tracker)
     try:
-        for folder in dict.fromkeys(entry.folder for entry in entries):  # data is read while runs are computed
-            some = [entry for entry in entries if entry.folder == folder]
+        places = [(entry.folder, entry.modules) for entry in entries]
+        for place in dict.fromkeys(places):  # data is read while runs are computed
+            some = [entry for entry, own in zip(entries, places, strict=True) if own == place]
             with some[0].working_folder():
                 compute_runs([runs[entry.key] for entry in some if entry.key in runs], recorder)
     finally:
@@ -247,7 +246,7 @@ def run_one(entry: Entry, folders: Sequence[Path]) -> float | None:
         tracker.close()
     if error is not None:
         raise UsageError(message_of(error)) if is_expected(error) else error
-    result = read_result(run.folder, run.limit)
+    result = read_result(run.folder)
     from kvbench.report.table import print_table  # pandas
 
     print_table([result])
@@ -266,7 +265,19 @@ def print_plan(entries: Sequence[Entry], runs: Mapping[str, Run]) -> None:
         prompts = made[entry.group, run.limit]
         counts.append(sum(len(prompt.ids) for prompt in prompts))
         shown = shown or str(run.checkpoint.tokenizer().decode(prompts[0].ids))
-        sys.stdout.write(f"{entry.run_id}: {len(prompts)} prompts, {counts[-1]} tokens\n")
+        sys.stdout.write(f"{entry.run_id}: {_count(len(prompts), 'prompt')}, {_count(counts[-1], 'token')}\n")
     shared = sum(len(prompt.ids) for prompts in made.values() for prompt in prompts)
-    sys.stdout.write(f"{len(counts)} runs: {sum(counts)} prompt tokens, {shared} with shared prefills\n")
-    sys.stdout.write(f"the first prompt:\n{shown}\n")
+    sys.stdout.write(
+        f"{_count(len(counts), 'run')}: {_count(sum(counts), 'prompt token')}, {shared} with shared prefills\n"
+    )
+    sys.stdout.write("the first prompt:\n" + visible(_both_ends(shown), "\n\t") + "\n")
+
+
+def _both_ends(text: str, most: int = 2000) -> str:
+    """A long text without its middle: a question is at its end."""
+    left_out = len(text) - most
+    return text if left_out <= 0 else f"{text[: most // 2]}\n[{left_out:,} characters]\n{text[-most // 2 :]}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -20,6 +20,7 @@ from kvbench.results.definition import (
     SWEEP_FOLDER,
     Definition,
     Entry,
+    damaged_records,
     failed_examples,
     is_complete,
     lines,
@@ -31,6 +32,7 @@ from kvbench.results.files import held, is_held
 from kvbench.results.session import versions
 from kvbench.sweeps.worker import STOP_SECONDS, Job, Submission, jobs_folder, start, submitted
 from kvbench.terminal.command import write_message
+from kvbench.terminal.escapes import visible
 
 if TYPE_CHECKING:
     from kvbench.results.result import Result
@@ -100,19 +102,20 @@ def submit(out: Path, name: str, entries: Sequence[Entry], launcher: Launcher) -
     works = [Submission(out, tuple(entry.key for entry in group), threads) for group in groups]
     folder = jobs_folder(out)
     folder.mkdir(parents=True, exist_ok=True)
+    submission = 1 + max((job.submission for job in submitted(out).values()), default=0)
     if launcher.cluster != "slurm":
         found = []
         for number, work in enumerate(works):
             gpu = gpus[number % len(gpus)] if gpus else None
             attached, restarts = launcher.cluster is None, launcher.max_num_timeout
-            found.append(start(work, launcher.timeout_min, restarts, attached, gpu))
+            found.append(start(work, launcher.timeout_min, restarts, attached, gpu, submission))
         return found
     import submitit
 
     executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=launcher.max_num_timeout)
     executor.update_parameters(name=name, **launcher.parameters)
     ids = [job.job_id for job in executor.submit_array(works)]
-    jobs = [Job(folder, number, "slurm", work.keys, name) for number, work in zip(ids, works, strict=True)]
+    jobs = [Job(folder, number, "slurm", work.keys, name, submission) for number, work in zip(ids, works, strict=True)]
     for job in jobs:
         job.write()
     return jobs
@@ -177,7 +180,8 @@ def _status(out: Path, entry: Entry, job: Job | None, in_task: int | None) -> St
     if entry.run_id is None:
         return Status(entry, FAILED, error=entry.error)
     folder, state, complete = out / entry.run_id, read_state(out, entry.run_id), is_complete(out, entry)
-    total = min((number for number in (in_task, entry.limit) if number is not None), default=None)
+    done, total = lines(folder), min((number for number in (in_task, entry.limit) if number is not None), default=None)
+    total = None if total is None else max(total, done)  # an earlier command may have had a larger limit
     word, error = LEFT, None
     if is_held(folder):
         word, complete = RUNNING, False
@@ -190,19 +194,20 @@ def _status(out: Path, entry: Entry, job: Job | None, in_task: int | None) -> St
         word, error = FAILED, state.error
     elif job is not None:
         word, error = FAILED, f"{job.ending}; `kvbench sweep resume {out}` continues the run"
-    return Status(entry, word, lines(folder), total, error, job, complete)
+    return Status(entry, word, done, total, error, job, complete)
 
 
 def print_statuses(found: Sequence[Status]) -> None:
     """Print a line for each run, the errors, and the number of runs of each state."""
-    width = max(len(one.entry.title) for one in found)
-    for one in found:
+    titles = [visible(str(one.entry.title)) for one in found]
+    width = max(map(len, titles), default=0)
+    for one, title in zip(found, titles, strict=True):
         numbers = f"{one.done}/{'?' if one.total is None else one.total}"
         job = "" if one.job is None else f"  job {one.job.id}"
-        sys.stdout.write(f"{one.entry.title:{width}}  {one.state:12}  {numbers:>9}{job}\n")
-    for one in found:
+        sys.stdout.write(f"{title:{width}}  {one.state:12}  {numbers:>9}{job}\n")
+    for one, title in zip(found, titles, strict=True):
         if one.error is not None:
-            sys.stdout.write(f"{one.entry.title}: {one.error}\n")
+            sys.stdout.write(f"{title}: {visible(str(one.error))}\n")
     counts = Counter(one.state for one in found)
     listed = ", ".join(f"{counts[s]} {s}" for s in (FINISHED, RUNNING, QUEUED, FAILED, LEFT) if counts[s])
     sys.stdout.write(f"{len(found)} run{'s' * (len(found) != 1)}: {listed}\n")
@@ -276,8 +281,8 @@ def launch(
 def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) -> list[Job]:
     """Submit the runs that are neither complete nor queued nor running."""
     with held(out / SWEEP_FOLDER, wait=True):  # of two commands, the second one sees the jobs of the first
-        found = [one for one in statuses(out, entries) if not one.complete and one.state not in ACTIVE]
-        left = [one.entry for one in found if one.entry.run_id]
+        found = [one for one in statuses(out, entries) if one.entry.run_id and one.state not in ACTIVE]
+        left = [one.entry for one in found if not one.complete or damaged_records(out / one.entry.key)]
         jobs = submit(out, name, left, launcher) if left else []
     if not left:
         write_message("nothing to submit: all runs are complete, queued or running")
@@ -320,7 +325,7 @@ def _result(out: Path, status: Status) -> Result | None:
     if not status.complete:
         return None
     try:
-        return read_result(out / status.entry.key, status.entry.limit)
+        return read_result(out / status.entry.key)
     except UsageError as error:
         write_message(str(error))
         return None

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kvbench.results.definition import SWEEP_FOLDER, read_definition
-from kvbench.results.files import is_locked, write_json
+from kvbench.results.files import is_locked, read_json, write_json
 from kvbench.terminal.command import log_to_stderr, quiet, share_cores, sigterm_as_interrupt
 
 if TYPE_CHECKING:
@@ -45,17 +45,22 @@ class TimeLimit(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Job:
-    """The record of a job. folder: `.sweep/jobs`. name: of the SLURM job."""
+    """The record of a job. folder: `.sweep/jobs`. name: of the SLURM job. submission: its number, a later one is newer.
+
+    Times of files do not order jobs, because a clock may be set back.
+    """
 
     folder: Path
     id: str
     cluster: str
     keys: tuple[str, ...]
     name: str = ""
+    submission: int = 0
 
     def write(self, **others: object) -> None:
         """Write the record. others: further values."""
-        values = {"cluster": self.cluster, "keys": list(self.keys), "name": self.name, **others}
+        known = {"cluster": self.cluster, "keys": list(self.keys), "name": self.name, "submission": self.submission}
+        values = {**known, **others}
         write_json(self.folder / f"{self.id}.json", values)
 
     @property
@@ -92,17 +97,20 @@ def jobs_folder(out: Path) -> Path:
 def submitted(out: Path) -> dict[str, Job]:
     """The newest job of each submitted run of a sweep, by the keys of the runs. A record that is damaged is ignored."""
     folder = jobs_folder(out)
-    found: dict[str, Job] = {}
-    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
+    jobs: list[Job] = []
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.lstat().st_mtime_ns):
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            job = Job(folder, path.stem, values["cluster"], tuple(values["keys"]), str(values.get("name", "")))
+            values = read_json(path)
+            job = Job(
+                *(folder, path.stem, values["cluster"], tuple(map(str, values["keys"]))),
+                *(str(values.get("name", "")), int(values.get("submission", 0))),
+            )
             if not re.fullmatch(r"\w[\w-]*", job.id) or job.cluster not in ("slurm", "local"):
                 raise ValueError("not a job")
-            found |= dict.fromkeys(job.keys, job)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            jobs.append(job)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning("%s is ignored: %s", path, error)
-    return found
+    return {key: job for job in sorted(jobs, key=lambda job: job.submission) for key in job.keys}
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------
@@ -195,9 +203,11 @@ def _limited() -> Iterator[_Limit]:
         signal.signal(number, handler)
 
 
-def start(work: Submission, minutes: float, restarts: int, attached: bool, gpu: int | None = None) -> Job:
+def start(
+    work: Submission, minutes: float, restarts: int, attached: bool, gpu: int | None = None, submission: int = 0
+) -> Job:
     """Start a job on this machine. attached: it stops when this process ends. gpu: the only one that it sees."""
-    job = Job(jobs_folder(work.out), f"local-{secrets.token_hex(4)}", "local", work.keys)
+    job = Job(jobs_folder(work.out), f"local-{secrets.token_hex(4)}", "local", work.keys, submission=submission)
     client = os.getpid() if attached else None
     job.write(out=str(work.out), threads=work.threads, seconds=60 * minutes, client=client)
     place = str(job.folder / job.id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import logging
 import os
@@ -11,17 +13,18 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from kvbench import __version__
 from kvbench.errors import UsageError, one_line
+from kvbench.terminal.escapes import visible
 
 
 def replace_unencodable() -> None:
@@ -42,15 +45,44 @@ def share_cores() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
+class _Visible(logging.Formatter):
+    """Log lines; what files of others contain does not control the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record), "\n\t")
+
+
 def log_to_stderr() -> None:
     """Log warnings to stderr; on a terminal, also information."""
     level = logging.INFO if sys.stderr.isatty() else logging.WARNING
-    logging.basicConfig(format="kvbench: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Visible("kvbench: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("kvbench").setLevel(level)
+
+
+def import_models() -> None:
+    """Import torch and transformers' models, which every run needs; none of their 100,000s of objects is garbage."""
+    gc.disable()
+    try:
+        import_module("transformers.modeling_utils")
+    finally:
+        gc.enable()
+
+
+def leave(code: int) -> NoReturn:
+    """End the process as Python does, except that it does not take modules apart, for which torch's need a second."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # its reader has closed the pipe
+            stream.flush()
+    os._exit(code)
 
 
 def quiet() -> None:
     """Logging of a run: kvbench's log lines; progress bars of libraries only on a terminal."""
+    import_models()
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
@@ -77,7 +109,7 @@ def write_message(message: str, error: BaseException | None = None) -> None:
     """Write a message to stderr, after the traceback of `error` if it is given."""
     if error is not None:
         traceback.print_exception(error, file=sys.stderr)
-    sys.stderr.write(f"kvbench: {message}\n")
+    sys.stderr.write("kvbench: " + visible(message, "\n\t") + "\n")
 
 
 def command(main: Callable[..., int | None]) -> Callable[..., int]:
@@ -92,7 +124,7 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
                 sys.stdout.flush()
                 return code or 0
         except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            close_pipe()
             return BROKEN_PIPE
         except (Exception, KeyboardInterrupt) as error:
             code, message = _explained(error)
@@ -100,6 +132,11 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
             return code
 
     return wrapped
+
+
+def close_pipe() -> None:
+    """Write the rest of stdout nowhere: its reader has closed the pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _explained(error: BaseException) -> tuple[int, str]:

@@ -1,8 +1,12 @@
-"""Escapes in double quotes on the command line: `'task.stop=["\n"]'` means a newline, as in YAML."""
+"""Escapes in double quotes on the command line: `'task.stop=["\n"]'` means a newline, as in YAML.
+
+And the reverse, for texts of others: characters that a terminal, or the layout of a table, would obey.
+"""
 
 from __future__ import annotations
 
 import re
+from unicodedata import category
 
 _OVERRIDE = re.compile(r"[+~]*\w[\w./@:-]*=")
 _QUOTED = re.compile(r""""((?:\\.|[^"\\])*)"|'(?:\\.|[^'\\])*'""", re.DOTALL)
@@ -17,6 +21,24 @@ def unescaped(word: str) -> str:
     """
     start = _OVERRIDE.match(word)
     return word if start is None else start[0] + _QUOTED.sub(_decoded, word[start.end() :])
+
+
+def visible(text: str, kept: str = "") -> str:
+    """A text in which every character that is not printable, except those of `kept`, is its escape: `\\x1b`, `\\n`.
+
+    These are control characters, which move a cursor or change a terminal, and those that reorder or hide text.
+    """
+    if text.isprintable():
+        return text
+    return "".join(sign if _is_visible(sign) or sign in kept else _escape(sign) for sign in text)
+
+
+def _is_visible(sign: str) -> bool:
+    return sign.isprintable() or category(sign) == "Zs"  # a space, such as that of Chinese text
+
+
+def _escape(sign: str) -> str:
+    return sign.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
 def _decoded(quoted: re.Match[str]) -> str:

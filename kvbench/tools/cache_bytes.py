@@ -15,8 +15,9 @@ import yaml
 
 from kvbench.cache.layer import RecentQueries
 from kvbench.cache.reading import PageReads
+from kvbench.config.folders import own_folders
 from kvbench.config.presets import make_policy
-from kvbench.errors import own_folders, refusing, unknown
+from kvbench.errors import refusing, unknown
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.latents import check_latents

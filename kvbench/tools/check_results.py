@@ -26,7 +26,7 @@ from kvbench.models.prompt import Prompt
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.policy import read_plan
 from kvbench.policies.press import KVPress
-from kvbench.results.files import read_yaml
+from kvbench.results.files import read_json, read_yaml
 from kvbench.results.metrics import FILE_NAME as METRICS
 from kvbench.results.metrics import metrics
 from kvbench.results.result import Result, read_result
@@ -35,7 +35,7 @@ from kvbench.results.summary import read_summary
 from kvbench.run.digests import digest_of
 from kvbench.run.run import Run, build_run
 from kvbench.run.run_config import set_field, typed
-from kvbench.tasks.trust import check_parts, trust_option
+from kvbench.tasks.trust import check_parts, reading, trust_option
 from kvbench.terminal.command import FAILED, PATH, Command, pairs, quiet, write_message
 
 FROM_THE_TASK = ("sample", "prompt_hash", "prompt_tokens", "references", "metadata", "context_tokens", "max_new_tokens")
@@ -72,6 +72,7 @@ def check(folder: Path, fields: Sequence[str]) -> int:
     return FAILED if refused else 0
 
 
+@reading()
 def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
     """Raise RefusedError or UsageError if the files of a run are inconsistent. fields: replace local values."""
     result = read_result(folder, whole=True)
@@ -83,7 +84,7 @@ def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
         if reason := _sample_refused(run, prompt, sample):
             raise RefusedError(f"example {sample.index}: {reason}")
     try:
-        written = dict(json.loads((folder / METRICS).read_text(encoding="utf-8")))
+        written = dict(read_json(folder / METRICS))
     except (OSError, ValueError, TypeError) as error:
         raise RefusedError(f"metrics.json cannot be read ({type(error).__name__})") from error
     found = json.loads(json.dumps(metrics(result.samples)))  # another version may know other metrics
@@ -96,7 +97,8 @@ def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
 
 
 def _run(result: Result, config: dict[str, Any], fields: dict[str, Any]) -> Run:
-    here = deepcopy({**config, "out": gettempdir(), "device": "auto", "engine": {}})
+    changing_no_result = {"out": gettempdir(), "device": "auto", "engine": {}, "logger": {}}
+    here = deepcopy({**config, **changing_no_result})
     for key, value in fields.items():
         set_field(here, key, value)
     check_parts(here, fields)

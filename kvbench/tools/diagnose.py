@@ -10,7 +10,8 @@ import click
 import yaml
 
 from kvbench.config.compose import complete_overrides
-from kvbench.errors import UsageError, own_folders, refusing
+from kvbench.config.folders import own_folders
+from kvbench.errors import UsageError, refusing
 from kvbench.terminal.command import PATH, Command, program, quiet, share_cores
 
 DIAGNOSTICS = {

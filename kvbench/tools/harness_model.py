@@ -27,7 +27,7 @@ from kvbench.errors import UsageError, refusing
 from kvbench.models.answers import Ending, end_tokens
 from kvbench.models.files import ModelSpec
 from kvbench.models.loading import load, locate, pick_device
-from kvbench.models.tokens import Encoder, Pair
+from kvbench.models.tokens import Encoder, Pair, appended
 from kvbench.policies.describe import describe
 from kvbench.policies.draws import combined_seed
 
@@ -74,6 +74,20 @@ class KVBenchLM(HFLM):
             batch_size=batch_size,
             max_batch_size=max_batch_size,
         )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, *args: Any, **more: Any) -> list[int]:  # noqa: ANN401
+        """lm-eval's tokens of a text, without the EOS that some tokenizers append."""
+        ids: list[int] = super().tok_encode(string, add_special_tokens, *args, **more)
+        end = appended(self._tokenizer)
+        return ids[: -len(end)] if end and ids[-len(end) :] == end else ids
+
+    def tok_batch_encode(self, strings: list[str], *args: Any, **more: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        """lm-eval's tokens of left-padded texts, without the EOS that some tokenizers append."""
+        ids, mask = super().tok_batch_encode(strings, *args, **more)
+        end = appended(self._tokenizer)
+        if not end or not (ids[:, -len(end) :] == ids.new_tensor(end)).all():
+            return ids, mask
+        return ids[:, : -len(end)], mask[:, : -len(end)]
 
     def _model_generate(
         self,

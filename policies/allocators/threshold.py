@@ -65,7 +65,8 @@ class Threshold(Allocator):
         """The ranking with all tokens that stay, and only these, protected."""
         assert self.tau is not None, "set by `with_threshold`"
         ranking = self.with_window(ranking)
-        return replace(ranking, protected=ranking.protected | (ranking.occupied & (ranking.scores >= self.tau)))
+        scores = ranking.scores if ranking.unrounded is None else ranking.unrounded
+        return replace(ranking, protected=ranking.protected | (ranking.occupied & (scores >= self.tau)))
 
     def with_window(self, ranking: Ranking) -> Ranking:
         """The ranking with the newest `window` tokens protected too."""

@@ -85,7 +85,7 @@ class AttentionMatching(Merger):
 class Rows(NamedTuple):
     """Reference queries: logits [B,H,R,T], -inf for slots that are not visible, and their log-sum-exp [B,H,R,1].
 
-    real [B,1,R,1]: 1, or 0 for padding rows, which have logits 0. oldest [B]: the position of the first query.
+    real [B,H,R,1]: 1, or 0 for rows without a token, which have logits 0. oldest [B]: the position of the first query.
     """
 
     logits: Tensor
@@ -100,9 +100,9 @@ def reference_rows(seen: Observation, queries: int) -> Rows:
     asked, places = seen.window.queries[:, :, -queries:], seen.window.positions[:, -queries:]
     logits = attention_logits(asked, seen.keys, seen.params.scaling, seen.params.softcap, seen.slots.bias)
     sight = visible(places, seen.positions, seen.params.sliding_window)
-    nothing = ~sight.any(1, keepdim=True).any(-1, keepdim=True)
+    nothing = ~sight.any(-1, keepdim=True)  # of padding, and where a head evicted all that an old query saw
     logits = logits.masked_fill(~(sight | nothing)[:, :, None], -torch.inf).flatten(2, 3)
-    real = (places >= 0)[:, None, :, None].repeat(1, 1, asked.shape[1] // seen.keys.shape[1], 1)
+    real = (~nothing & (places >= 0)[:, None, :, None]).repeat(1, 1, asked.shape[1] // seen.keys.shape[1], 1)
     oldest = places.masked_fill(places < 0, torch.iinfo(places.dtype).max).amin(-1)
     return Rows(logits, logits.logsumexp(-1, keepdim=True), real.to(logits.dtype), oldest)
 

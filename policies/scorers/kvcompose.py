@@ -8,6 +8,7 @@ from torch import Tensor
 from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
+from kvbench.policies.positions import sum_over_heads
 from kvbench.policies.pre_passes.pre_pass import PrePass
 from kvbench.policies.pre_passes.second_reading import SecondReading
 from kvbench.policies.scorers.scorer import Scorer
@@ -33,7 +34,7 @@ class KVCompose(Scorer):
 
     def score(self, observation: Observation, state: State) -> Tensor:
         drawn = state["read_again"][..., 0]
-        found = drawn + drawn.mean(1, keepdim=True)
+        found = drawn + sum_over_heads(drawn, observation) / drawn.shape[1]
         if observation.phase != "decode":
             return found
         prompts = on_device(observation.sequences.prompts, found.device)[:, None, None]

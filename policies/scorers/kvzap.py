@@ -42,7 +42,7 @@ class KVzap(Scorer):
     The score of a token is computed once and never changes, in prefill and decoding.
 
     gate: a safetensors file with `layers.{l}.weight` and `bias`, `layers.{l}.0.weight` ..., as published (KVzap), or
-    `layers.{l}.q_proj.weight` ... (Fast KVzip); for your own model: `python -m kvbench.calibrate kvzap model=...
+    `layers.{l}.q_proj.weight` ... (Fast KVzip); for your own model: `kvbench calibrate kvzap model=...
     task=... -o gate.safetensors`.
     Source: Jegou et al. 2026, arXiv 2601.07891 (KVzap); Kim et al. 2026, arXiv 2601.17668 (Fast KVzip).
     """

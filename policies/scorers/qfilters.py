@@ -33,7 +33,7 @@ class QFilters(Scorer):
     the filter represents future queries. The scorer needs no attention and works the same in prefill and decoding.
 
     filters: a safetensors file with `q_filters` [L,H,D], as published by the authors, or for your own model:
-    `python -m kvbench.calibrate qfilters model=... task=... -o filters.safetensors`.
+    `kvbench calibrate qfilters model=... task=... -o filters.safetensors`.
     Source: Godey et al. 2025, arXiv 2503.02812, section 3.
     """
 

@@ -1,7 +1,6 @@
 """RoCo: evict tokens of low mean attention, unless their attention has a large standard deviation."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,15 +21,14 @@ def mean_and_deviation(sums: Tensor, squares: Tensor, count: Tensor) -> tuple[Te
     return mean, (squares / count - mean.square()).clamp(min=0).sqrt()
 
 
-def largest(values: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
-    """The counts[b] largest of the values >= 0 at positions >= 0, all [B,H_kv,T]: bool; ties: the lower position."""
-    if on_host(values) and len(set(counts)) == 1 and 0 < counts[0] <= values.shape[-1]:
+def largest(values: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
+    """The counts [B,H_kv] largest of the values >= 0 at positions >= 0, both [B,H_kv,T]; ties: the lower position."""
+    if on_host(values) and 0 < (count := int(counts.max())) <= values.shape[-1] and bool((counts == count).all()):
         among = values.masked_fill(positions < 0, -1.0)
-        chosen = among >= among.topk(counts[0], dim=-1).values[..., -1:].clamp(min=0)
-        if bool((chosen.sum(-1) == counts[0]).all()):  # no tie at the edge: no need to sort by position
+        chosen = among >= among.topk(count, dim=-1).values[..., -1:].clamp(min=0)
+        if bool((chosen.sum(-1) == count).all()):  # no tie at the edge: no need to sort by position
             return chosen
-    most = on_device(tuple(counts), values.device)[:, None].expand(values.shape[:2])
-    return select(values, None, positions, torch.zeros_like(positions, dtype=torch.bool), most)
+    return select(values, None, positions, torch.zeros_like(positions, dtype=torch.bool), counts)
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,14 @@ class RoCo(Scorer):
         mu_j = a_j / c_j, sigma_j = sqrt(b_j / c_j - mu_j^2), c_j = "queries since" j "entered"
         a_j = sum_q A_(q,j), b_j = sum_q A_(q,j)^2
 
-    If the whole prompt is evicted at once, the deviation is not used. Attention is averaged over the query heads of a
-    group before it is squared.
+    Only b - floor("share" b) - sinks tokens of a budget b are candidates, those of the smallest deviation: all others
+    stay. The newest and the first tokens are counted among these others, as if their deviation were infinite. If the
+    whole prompt is evicted at once, the deviation is not used. Attention is averaged over the query heads of a group
+    before it is squared.
 
     sinks: number of first tokens that are kept while a prompt is evicted. recent: number of newest tokens that are
-    always kept. block_share: while a prompt is evicted block by block, floor(block_share * budget) tokens of largest
-    deviation are also kept. decode_share: the same share while decoding.
+    always kept. block_share: the share while a prompt is evicted block by block. decode_share: the share while decoding
+    (without sinks).
     Source: Ren and Zhu 2024, arXiv 2402.06262, and the defaults of its code (EasyKV); one-shot eviction is ours.
     """
 
@@ -81,9 +81,13 @@ class RoCo(Scorer):
         forced = protected | observation.first(self.sinks) if prompt else protected
         if observation.phase == "prompt":
             return forced
-        share = self.block_share if prompt else self.decode_share
-        always = self.recent + (self.sinks if prompt else 0)
-        counts = [max(0, min(math.floor(share * budget), budget - always)) for budget in observation.sequences.budgets]
+        share, sinks = (self.block_share, self.sinks) if prompt else (self.decode_share, 0)
+        budgets = observation.sequences.budgets
+        stored = observation.occupied.sum(-1)  # [B,H_kv]
+        going = stored - on_device(tuple(budgets), stored.device)[:, None]
+        candidates = tuple(budget - math.floor(share * budget) - sinks for budget in budgets)
+        staying = stored - torch.maximum(on_device(candidates, stored.device)[:, None], going)
+        counts = (staying - forced.sum(-1)).clamp(min=0)
         sums, squares = state["attention_mean"][..., 0], state["attention_square"][..., 0]
         _, deviation = mean_and_deviation(sums, squares, self._queries_since(observation))
         return forced | largest(deviation, observation.positions.masked_fill(forced, -1), counts)

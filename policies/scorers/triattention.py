@@ -53,7 +53,7 @@ class TriAttention(Scorer):
     standard deviation run over the tokens that may be evicted.
 
     stats: a file of query statistics, as published by the authors, or for your own model:
-    `python -m kvbench.calibrate triattention model=... task=... -o stats.pt`. horizon: the largest offset, a power of
+    `kvbench calibrate triattention model=... task=... -o stats.pt`. horizon: the largest offset, a power of
     two. aggregation: `mean` over the offsets, or `max`. recent: number of newest tokens that are always kept (128 in
     the authors' vLLM plugin).
     Source: arXiv 2604.04921 and its code (WeianMao/triattention, selection per_layer_perhead). The preset protects the

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.checks import check_choices, whole_number
+from kvbench.policies.positions import group_sums
 from kvbench.policies.ranking import LAST, Ranking
 from kvbench.policies.selections.selection import Selection
 
@@ -48,15 +49,9 @@ class Chunks(Selection):
         return replace(ranking, scores=found.to(scores.dtype), tie_break=scores)
 
     def _of_chunks(self, scores: Tensor, occupied: Tensor, positions: Tensor) -> Tensor:
-        """The score of each token's chunk, [B,H,T]; float64 makes rounding independent of the order of additions."""
+        """The score of each token's chunk, [B,H,T] float64."""
         rows = scores.shape[:1] if self.heads == "layer" else scores.shape[:2]
-        flat, there, place = (x.reshape(*rows, -1) for x in (scores.double(), occupied, positions.long()))  # [...,N]
+        flat, there, place = (x.reshape(*rows, -1) for x in (scores, occupied, positions.long()))  # [...,N]
         chunks = (place // self.length).masked_fill(~there, LAST)
-        order = chunks.argsort(dim=-1, stable=True)
-        sorted_chunks = chunks.gather(-1, order)
-        begins = torch.nn.functional.pad(sorted_chunks[..., 1:] != sorted_chunks[..., :-1], (1, 0))
-        number = torch.empty_like(order).scatter_(-1, order, begins.cumsum(-1))  # index of a token's chunk, from 0
-        sums = torch.zeros_like(flat).scatter_add_(-1, number, flat)
-        if self.reduce == "mean":
-            sums /= torch.zeros_like(flat).scatter_add_(-1, number, there.double()).clamp_(min=1)
-        return sums.gather(-1, number).view_as(scores)
+        sums, counts = group_sums(chunks, flat, there)
+        return (sums / counts.clamp(min=1) if self.reduce == "mean" else sums).view_as(scores)

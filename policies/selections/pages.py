@@ -61,9 +61,7 @@ class Pages(Selection):
             return ranking
         page = self._page(ranking)
         kept = self._reduced(ranking.protected.double(), page, "amax").gather(-1, page) > 0
-        how = {"mean": "mean", "max": "amax", "sum": "sum"}[self.reduce]
-        scores = ranking.scores.double().masked_fill(~ranking.occupied, 0.0)
-        found = self._reduced(scores, page, how).gather(-1, page)
+        found = self._of_pages(ranking, page).gather(-1, page).masked_fill(~ranking.occupied, 0.0)
         stays = kept & ranking.occupied
         return replace(ranking, scores=found.to(ranking.scores.dtype), tie_break=None, protected=stays, spared=stays)
 
@@ -81,11 +79,19 @@ class Pages(Selection):
                 f"{most} pages of {self.length} tokens hold tokens that are always kept, but the budget has {allowed} "
                 "pages: use a larger budget or protect fewer tokens"
             )
-        scores = self._reduced(ranking.scores.double(), page, "amax")
+        scores = self._reduced(ranking.scores.double().masked_fill(~occupied, -torch.inf), page, "amax")
         scores = scores.masked_fill(fixed > 0, torch.inf).masked_fill(sizes == 0, -torch.inf)
         order = scores.argsort(dim=-1, descending=True, stable=True)
         among = torch.arange(order.shape[-1], device=order.device) < pages[:, None, None]
         return (sizes.gather(-1, order) * among).sum(-1)
+
+    def _of_pages(self, ranking: Ranking, page: Tensor) -> Tensor:
+        """The score of each page, [B,H,M] float64: of its tokens alone, as empty slots may fill the page."""
+        scores, occupied = ranking.scores.double(), ranking.occupied
+        if self.reduce == "max":
+            return self._reduced(scores.masked_fill(~occupied, -torch.inf), page, "amax")
+        sums = self._reduced(scores.masked_fill(~occupied, 0.0), page, "sum")
+        return sums if self.reduce == "sum" else sums / self._reduced(occupied.double(), page, "sum").clamp(min=1)
 
     def _page(self, ranking: Ranking) -> Tensor:
         """The page of every slot, [B,H,T]: pages are filled in order of position. Empty slots have the last pages."""

@@ -12,6 +12,7 @@ from kvbench.policies.checks import choice, number
 from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
+from kvbench.policies.positions import sum_over_heads
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.values.critical import norms_of_sets
 from kvbench.policies.values.value import ValueAware
@@ -57,7 +58,7 @@ class CriticalMass(ValueAware):
         window = scorer.needs.window
         among = observation.occupied & ~observation.newest(window)
         norms = norms_of_sets(observation, scores, layer_wide)
-        total = norms.sum(1, keepdim=True) if self.official else (norms * among).sum(-1, keepdim=True)
+        total = sum_over_heads(norms, observation) if self.official else (norms * among).sum(-1, keepdim=True)
         weighed = (scores * norms / total.clamp(min=torch.finfo(norms.dtype).tiny)).masked_fill(~among, 0.0)
         pinned = self._pinned(observation, window, among, layer_wide)
         largest = weighed.amax((1, 2), keepdim=True)

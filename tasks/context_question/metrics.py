@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable
 
 from kvbench.tasks.longbench import metrics as longbench
-from kvbench.tasks.scores import NUMBER, best, contains, contains_any, needle_words, rouge1_recall
+from kvbench.tasks.scores import NUMBER, best, chosen_letter, contains, contains_any, needle_words, rouge1_recall
 
 _CHOSEN = (re.compile(r"The correct answer is \(([A-D])\)"), re.compile(r"The correct answer is ([A-D])"))
-_LETTER = re.compile(r"\b[A-J]\b")
 
 Metric = Callable[[str, tuple[str, ...]], float]
 
@@ -30,9 +29,8 @@ def correct_choice(output: str, references: tuple[str, ...]) -> float:
 
 
 def last_letter(output: str, references: tuple[str, ...]) -> float:
-    """1.0 if the last letter from A to J that is a word by itself is a reference (free-form multiple choice)."""
-    letters = _LETTER.findall(output)
-    return float(bool(letters) and letters[-1] in references)
+    """1.0 if the letter from A to J that is stated as the answer, or else stands alone last, is a reference."""
+    return float(chosen_letter(output, "A-J") in references)
 
 
 def first_number(output: str, references: tuple[str, ...]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbench.tasks.longbench.metrics import character_f1, qa_f1
 from kvbench.tasks.predictions import Rule
-from kvbench.tasks.scores import NUMBER, best, rouge_lsum
+from kvbench.tasks.scores import NUMBER, best, chosen_letter, rouge_lsum
 
 _SIGNED = re.compile(r"-?\d+(?:\.\d+)?")
 _LETTERS = {"code_debug": "A-J", "longbook_choice_eng": "A-D"}
@@ -142,8 +142,8 @@ KVPRESS: dict[str, Rule] = {
 
 
 def last_choice(task: str, output: str, references: Sequence[str]) -> float:
-    """1 if the last letter that is a word by itself is right; without such a letter, if the output has the option."""
-    letter = (re.findall(rf"\b[{_LETTERS[task]}]\b", output) or [None])[-1]
+    """1 if the chosen letter (see `chosen_letter`) is right; without a letter, if the output has the option."""
+    letter = chosen_letter(output, _LETTERS[task])
     if letter is not None:
         return float(letter in references)
     return float(any(len(one) > 1 and one.lower() in output.lower() for one in references))

@@ -1,11 +1,13 @@
-"""Whether answers follow verifiable instructions (IFEval, IFBench), by the package if-verifiable.
+"""Whether answers follow verifiable instructions (IFEval, IFBench), by the verifiers of the package if-verifiable.
 
 Strict: the answer as it is; an empty one fails. Loose: any of 8 texts passes (as it is, without its first line, last
-line, or both, each also without asterisks). Source: Zhou et al. 2023, arXiv 2311.07911; Pyatkin et al. 2025, IFBench.
+line, or both, each also without asterisks). Source: Zhou et al. 2023, arXiv 2311.07911; Pyatkin et al. 2025, IFBench;
+evaluation_lib.py of both.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +16,7 @@ from typing import Any
 
 from kvbench.errors import ConfigError
 from kvbench.tasks.extras import from_extra
+from kvbench.tasks.instructions.rules import LETTERS, any_character, ifbench_verifiers
 from kvbench.tasks.predictions import RAISED
 from kvbench.tasks.text_files import check_row
 
@@ -44,20 +47,40 @@ class Instructions:
 
     def follows(self, answer: str) -> dict[str, list[bool]]:
         """`strict` and `loose`: whether an answer follows each instruction."""
-        from if_verifiable.common import evaluate_instructions  # here: imports NLTK
-
         found: dict[str, list[bool]] = {"strict": [], "loose": []}
         for name, arguments in zip(self.ids, self.kwargs, strict=True):
-            try:
-                (*_, one), _ = evaluate_instructions(
-                    answer, [name], [dict(arguments)], self.prompt, registry(self.benchmark)
-                )
-                passed = one.strict_pass, one.loose_pass
-            except RAISED:  # an empty answer, or one on which the official code fails
-                passed = False, False
-            found["strict"].append(bool(passed[0]))
-            found["loose"].append(bool(passed[1]))
+            verifier = verifier_of(self.benchmark, name, arguments)
+            passed = [_passes(verifier, text) for text in _variants(answer)]
+            found["strict"].append(passed[0])
+            found["loose"].append(any(passed))
         return found
+
+
+def _variants(answer: str) -> list[str]:
+    """The answer, and what is left without its first line, its last, or both; each also without asterisks."""
+    lines = answer.split("\n")
+    parts = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
+    return [answer, *parts, *(text.replace("*", "") for text in (answer, *parts))]
+
+
+def _passes(verifier: Any, text: str) -> bool:  # noqa: ANN401
+    try:
+        return bool(text.strip() and verifier.check_following(text))
+    except RAISED:  # texts on which the official code fails
+        return False
+
+
+def verifier_of(benchmark: str, name: str, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """The verifier of an instruction. Raises ValueError if it would draw an argument that the row does not have."""
+    verifier = registry(benchmark)[name](name)
+    state = random.getstate()
+    try:
+        verifier.build_description(**arguments)
+        if random.getstate() != state:
+            raise ValueError("the official code would draw what is missing")
+    finally:
+        random.setstate(state)
+    return verifier
 
 
 def instructions_of(benchmark: str, metadata: Mapping[str, Any]) -> Instructions:
@@ -71,7 +94,7 @@ def registry(benchmark: str) -> Mapping[str, Any]:
     with from_extra("instructions", benchmark):
         found: Mapping[str, Any] = import_module(f"if_verifiable.{benchmark}.instructions_registry").INSTRUCTION_DICT
     seed_language_detection()
-    return found
+    return {**found, LETTERS: any_character(found[LETTERS])} if benchmark == "ifeval" else ifbench_verifiers(found)
 
 
 def seed_language_detection() -> None:
@@ -92,7 +115,7 @@ def read_instructions(benchmark: str, row: Any, where: str) -> Instructions:  # 
         if name not in registry(benchmark):
             raise ValueError(f"{where}: instruction {name} is not one of {benchmark}")
         try:
-            registry(benchmark)[name](name).build_description(**arguments)
+            verifier_of(benchmark, name, arguments)
         except RAISED as error:
             raise ValueError(f"{where}: the arguments {arguments!r:.80} do not fit {name} ({error})") from error
     return Instructions(benchmark, row["prompt"], tuple(names), given)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
+from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ from unittest.mock import patch
 from jinja2.exceptions import TemplateError
 
 from kvbench.errors import ConfigError
+from kvbench.tasks.instructions.rules import LETTERS, any_character
 from kvbench.tasks.instructions.verify import check_nltk, seed_language_detection
 from kvbench.tasks.longbench.metrics import plain
 from kvbench.tasks.scores import bag_f1
@@ -252,11 +254,13 @@ def _check(name: str, task: LmTask, allow_code: bool, metric: str | None) -> Non
 
 
 def _check_verifiers(name: str, task: LmTask) -> None:
-    """For IFEval: raise ValueError if NLTK's data is missing, and make its language detection deterministic."""
+    """For IFEval: raise ValueError if NLTK's data is missing, and draw nothing in its verdicts."""
     if task.config.dataset_path != "google/IFEval":
         return
     check_nltk(name, [instruction for row in task.task_docs for instruction in row["instruction_id_list"]])
     seed_language_detection()
+    known = import_module("lm_eval.tasks.ifeval.instructions_registry").INSTRUCTION_DICT
+    known[LETTERS] = any_character(known[LETTERS])
 
 
 def _set_fewshot(tasks: Mapping[str, LmTask], count: int | None) -> None:

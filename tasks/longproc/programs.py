@@ -1,4 +1,8 @@
-"""Compiles and runs C++ that a model wrote, with the official limits. It runs on this machine: use a container."""
+"""Compiles and runs C++ that a model wrote, with the official limits, in a process namespace without network.
+
+The kernel ends every process of the namespace with its first one, also those that a program detached. Files of this
+machine can be read and written: use a container.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ import resource
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.longproc.scores import Metrics, accuracy
 
 LIBRARIES = (
@@ -16,6 +22,9 @@ LIBRARIES = (
     *("list", "fstream", "climits", "cassert", "iomanip", "sstream", "bitset"),
 )
 TESTS, SECONDS, MEMORY, WRITTEN = 10, 3, 2**30, 2**20
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
+ISOLATED = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--net", "--mount-proc")
+"""A user, process, network and mount namespace, by util-linux. Its processes see no others and end with `unshare`."""
 
 Test = Sequence[Sequence[str]]
 """Lines of the input, and of the expected output."""
@@ -43,24 +52,41 @@ def _passes(code: str, tests: Sequence[Test], folder: Path) -> bool:
     return True
 
 
+@cache
+def check_isolation() -> None:
+    """Raise ConfigError unless this machine can end all processes of a program."""
+    try:
+        subprocess.run([*ISOLATED, "true"], env=ENVIRONMENT, check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or str(error).encode()
+        why = (
+            "is refused on this machine, because a program could outlive its time limit: it needs Linux with user "
+            f"namespaces and util-linux's unshare ({reason.decode(errors='replace').strip()}); in Docker, "
+            "--security-opt seccomp=unconfined --security-opt systempaths=unconfined permits them"
+        )
+        raise ConfigError("allow_code_execution", True, why=why) from error
+
+
 def _run(command: list[str], folder: Path, text: str, seconds: int, limited: bool = False) -> str | None:
     """The output of a process; None if it fails, or takes too long. limited: in memory, CPU time and file size."""
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            input=text,
-            capture_output=True,
-            timeout=seconds,
-            text=True,
-            errors="replace",
-            check=False,
-            env={"PATH": "/usr/local/bin:/usr/bin:/bin"},
-            preexec_fn=_limit if limited else None,
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    return done.stdout if done.returncode == 0 else None
+    with tempfile.TemporaryFile() as output:  # a file has a limit, a pipe has none
+        try:
+            subprocess.run(
+                [*ISOLATED, *command],
+                cwd=folder,
+                input=text.encode(),
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                timeout=seconds,
+                check=True,
+                env=ENVIRONMENT,
+                start_new_session=True,  # a signal to its own group reaches no other process
+                preexec_fn=_limit if limited else None,
+            )
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+            return None
+        output.seek(0)
+        return output.read().decode(errors="replace")
 
 
 def _limit() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvbench.errors import ConfigError, choice
 from kvbench.tasks.hub import data_file
 from kvbench.tasks.longproc import countdown, routes, scores
-from kvbench.tasks.longproc.programs import pseudo_to_code
+from kvbench.tasks.longproc.programs import check_isolation, pseudo_to_code
 from kvbench.tasks.task import Example, Task, Tokenizer, counts
 from kvbench.tasks.text_files import rows
 from kvbench.tasks.words import shipped
@@ -33,7 +33,7 @@ QUESTION = {
 URL = "https://github.com/princeton-pli/LongProc/tree/main/data"
 CODE_REFUSED = (
     "pseudo_to_code compiles and runs C++ that the model wrote: task.allow_code_execution=true permits it. It runs on "
-    "this machine with limits on time and memory, without a sandbox: use a container"
+    "this machine with limits on time and memory, without network, and can read and write files: use a container"
 )
 
 
@@ -82,6 +82,8 @@ class LongProc(Task):
         """See `Task.examples`: the rows of the official file, or 200 problems that the seed draws."""
         if self.task == "pseudo_to_code" and not self.allow_code_execution:
             raise ConfigError("allow_code_execution", False, why=f": {CODE_REFUSED}")
+        if self.task == "pseudo_to_code":
+            check_isolation()
         problems = self._generated(seed) if self.data_dir is None else self._rows(self.data_dir)
         template = shipped("longproc.json")["prompts"][self.task]
         for index, problem in enumerate(islice(problems, limit)):

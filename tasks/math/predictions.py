@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+import unicodedata
 from statistics import fmean
 
 from kvbench.tasks.predictions import JUDGES as JUDGES
@@ -64,17 +65,22 @@ def score(task: str, output: str, answer: str) -> float:
 
 
 def sound(output: str, answer: str) -> float:
-    r"""1 if the last box, read to its closing brace, has the value of the answer, as compared by `math-verify`.
+    r"""1 if the last box (`\boxed` or `\fbox`), read to its closing brace, has the answer; 0 for a box cut off.
 
-    `\dfrac{1}{2}`, `0.5` and `\frac12` are equal, and so are `\text{Evelyn}` and `Evelyn`, `\$36` and `36`.
+    Values are compared by `math-verify`: `\dfrac{1}{2}`, `0.5` and `\frac12` are equal, and so are `2\ \text{cm}`
+    and `2`, `1\,000` and `1000`, `\$36` and `36`. An answer of words is compared as text, ignoring case: it is in a
+    text command, such as `\text{Evelyn}`, or has three letters or more in a row and nothing but letters.
     """
-    boxes = list(re.finditer(r"boxed\s*\{", output))
-    if not boxes:
+    boxes = list(re.finditer(r"(?:boxed|fbox)\s*\{", output))
+    inside = up_to_brace(output[boxes[-1].end() :]) if boxes else None
+    if inside is None or not inside.strip():
         return 0.0
-    rest = output[boxes[-1].end() :]
-    inside = up_to_brace(rest)
-    found, wanted = _plain(rest if inside is None else inside), _plain(answer)
-    return float(found == wanted or equal_values(found, wanted))
+    found, wanted = _written(inside), _written(answer)
+    if "".join(found.split()) == "".join(wanted.split()):
+        return 1.0
+    if _is_text(answer):
+        return float(_words(inside) == _words(answer))
+    return float(equal_values(found, wanted))
 
 
 def equal_values(found: str, wanted: str) -> bool:
@@ -89,7 +95,33 @@ def equal_values(found: str, wanted: str) -> bool:
     return bool(verify(*parsed, timeout_seconds=seconds))
 
 
-def _plain(text: str) -> str:
-    """An answer without white space, dollars and text commands."""
-    text = re.sub(r"\\(?:text|textbf|mbox|mathrm)\s*\{([^{}]*)\}", r"\1", text)
-    return "".join(text.split()).replace("\\$", "").replace("$", "")
+_SPACE = r"(?:\\[,;:! ]|\\(?:thin|med|thick)space(?![a-z])|\{\\,\}|[~\s])"
+_GROUPS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{_SPACE}+\d{{3}})+(?!\d)")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textsf|textup|mbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}")
+_WORD = r"[^\W\d_]+(?:['’-][^\W\d_]+)*"
+_ALL_WORDS = re.compile(rf"[\s(]*{_WORD}(?:[\s,()]+{_WORD})*[\s).,]*")
+
+
+def _written(text: str) -> str:
+    r"""LaTeX without what math-verify cannot read: spaces between groups of digits, `~`, `°`, a percent or full stop.
+
+    `\mathrm{i}` and `\mathrm{e}`, which it takes for units, become plain letters.
+    """
+    text = _GROUPS.sub(lambda number: re.sub(_SPACE, "", number[0]), text)
+    text = re.sub(r"\\mathrm\s*\{\s*([ie])\s*\}", r"\1", text)
+    text = text.replace("~", r"\ ").replace("°", r"^\circ").replace("\\$", "").replace("$", "")
+    return re.sub(r"(?:\\?%|\.|\s)+$", "", text.strip())
+
+
+def _is_text(answer: str) -> bool:
+    """Whether an answer consists of words and not of variables."""
+    plain = _TEXT.sub(r"\1", answer)
+    marked = plain != answer
+    letters = r"[^\W\d_]{2}" if marked else r"[^\W\d_]{3}"
+    return bool(_ALL_WORDS.fullmatch(plain) and re.search(letters, plain)) and (marked or "-" not in plain)
+
+
+def _words(text: str) -> str:
+    """An answer of words without text commands, parentheses, case and repeated white space."""
+    plain = unicodedata.normalize("NFKC", re.sub(_SPACE, " ", _TEXT.sub(r"\1", text))).casefold()
+    return " ".join(plain.replace("$", "").split()).strip(" .,:;()")

@@ -1,74 +1,92 @@
-"""The files of docs/examples do what the pages say: their commands run, their tests pass, as they stand."""
+"""The pages on extending do what they say: with the files of a page alone, its commands run and its tests pass."""
 
 import inspect
+import os
 import re
 import shlex
-import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from parameters import few_fast
 
 from kvbench.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
-MODULES = (
-    "vatp",
-    "hint",
-    "phonebook",
-    "parts",
-    "centroid",
-    "test_vatp",
-    "test_hint",
-    "test_phonebook",
-    "test_centroid",
-)
 PAGES = ("policy", "pre_pass", "reader", "task", "parts")
+SHOWN = ("policy", "reader")
+"""The pages with the output of their first command."""
 
 
-def commands() -> list[str]:
-    """The commands in the `sh` blocks of the pages on extending."""
-    texts = ((DOCS / "extend" / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)
-    blocks = [block for text in texts for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)]
+def text_of(page: str) -> str:
+    return (DOCS / "extend" / f"{page}.md").read_text(encoding="utf-8")
+
+
+def files_of(page: str) -> dict[str, str]:
+    """The files of a page by their paths; a page may show one in several blocks."""
+    files: dict[str, str] = {}
+    for title, block in re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', text_of(page), re.DOTALL):
+        files[title] = f"{files[title]}\n\n{block}" if title in files else block
+    return files
+
+
+def commands_of(page: str) -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", text_of(page), re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of one's own with the files, as a command finds it."""
-    shutil.copytree(DOCS / "examples", tmp_path / "own", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.chdir(tmp_path / "own")
-    monkeypatch.syspath_prepend(tmp_path / "own")
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield tmp_path / "own"
-    for name in MODULES:
-        sys.modules.pop(name, None)
+def own(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A page; its files are in the working folder, which is not on the path, as for the console script."""
+    page: str = request.param
+    for name, content in files_of(page).items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", ".")])
+    before = {*sys.modules}
+    yield page
+    for module in [*sys.modules.keys() - before]:
+        if getattr(sys.modules[module], "__file__", None) and str(tmp_path) in str(sys.modules[module].__file__):
+            del sys.modules[module]
 
 
-@pytest.mark.parametrize(
-    "command",
-    few_fast(commands(), [one for one in commands() if "limit=5" in one], pytest.mark.slow("runs every command")),
-)
-def test_a_command_of_the_pages_runs(
-    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start, *arguments = shlex.split(command)
+@pytest.mark.parametrize("own", SHOWN, indirect=True)
+def test_the_first_command_prints_what_the_page_shows(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    start, *arguments = shlex.split(commands_of(own)[0])
     assert start == "kvbench"
     assert main([*arguments, "device=cpu"]) == 0
-    printed = capsys.readouterr().out
-    assert "phonebook" in printed
-    if "limit=5" in command:  # what the page shows
-        page = "reader" if "centroid" in command else "policy"
-        (shown,) = re.findall(r"```text\n(.*?)```", (DOCS / "extend" / f"{page}.md").read_text(), re.DOTALL)
-        assert printed.startswith(shown)  # scores, bytes, peaks and the layout
+    (shown,) = re.findall(r"```text\n(.*?)```", text_of(own), re.DOTALL)
+    assert capsys.readouterr().out.startswith(shown)  # scores, bytes, peaks and the layout
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("test_")])
-def test_the_tests_of_the_pages_pass(name: str, folder: Path) -> None:
+@pytest.mark.slow("starts the console script for every command of the pages")
+@pytest.mark.parametrize("own", PAGES, indirect=True)
+def test_the_console_script_runs_every_command(own: str) -> None:
+    script = Path(sys.executable).with_name("kvbench")
+    if not script.exists():
+        pytest.skip("kvbench is not installed")
+    repository = str(DOCS.parent / "src")  # which an editable install has on the path, too
+    for command in commands_of(own):
+        start, *arguments = shlex.split(command)
+        assert start == "kvbench"
+        done = subprocess.run(
+            [str(script), *arguments, "device=cpu"],
+            env={**os.environ, "PYTHONPATH": repository},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, "results: " in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize("own", [page for page in PAGES if page != "parts"], indirect=True)
+def test_the_tests_of_a_page_pass(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(".")
+    (name,) = (path.removesuffix(".py") for path in files_of(own) if path.startswith("test_"))
     module = import_module(name)
     tests = [function for key, function in inspect.getmembers(module, inspect.isfunction) if key.startswith("test_")]
     assert tests
@@ -76,14 +94,13 @@ def test_the_tests_of_the_pages_pass(name: str, folder: Path) -> None:
         test()
 
 
-def test_the_code_of_the_pages_is_that_of_the_files_and_every_file_is_on_a_page() -> None:
+def test_the_files_of_the_pages_are_those_of_the_folder_of_examples() -> None:
     """Without blank lines, since a page may show one class of a file in a block of its own."""
-    texts = "".join((DOCS / "extend" / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)
-    blocks = [_lines(block) for block in re.findall(r"```(?:python|yaml)[^\n]*\n(.*?)```", texts, re.DOTALL)]
+    shown = {name: _lines(text) for page in PAGES for name, text in files_of(page).items()}
     files = [path for path in sorted((DOCS / "examples").rglob("*.*")) if path.suffix in (".py", ".yaml")]
-    contents = {path.name: _lines(path.read_text(encoding="utf-8")) for path in files}
-    assert [block for block in blocks if not any(block in content for content in contents.values())] == []
-    assert [name for name, content in contents.items() if not any(block in content for block in blocks)] == []
+    assert shown == {
+        str(path.relative_to(DOCS / "examples")): _lines(path.read_text(encoding="utf-8")) for path in files
+    }
 
 
 def _lines(text: str) -> str:

@@ -148,7 +148,7 @@ def test_the_number_of_examples_that_detect_a_difference() -> None:
     for share, n in ((one, int(first)), (two, int(second))):
         assert float(share) == int(lost) / n
         for k, seen in ((int(lost), True), (int(lost) - 1, False)):
-            assert (paired_difference([1.0] * n, [0.0] * k + [1.0] * (n - k)).high < 0) == seen
+            assert (paired_difference([1.0] * n, [0.0] * k + [1.0] * (n - k)).claims) == seen
     ((n, share),) = re.findall(
         r"With (\d+) examples a difference of\s+(0\.\d+) is not", prose("docs/concepts/measured.md")
     )

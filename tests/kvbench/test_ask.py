@@ -59,9 +59,9 @@ def test_samples_and_seeds_are_data_frames_and_a_cache_has_a_repr(tmp_path: Path
     table = results.samples_df()
     assert (len(table), set(table["depth"]), table["score"].mean()) == (12, {0.5}, 0.5)
     assert {"run_id", "policy", "budget", "output", "cache_bytes"} <= set(table)
-    (row,) = results.over_seeds().to_dict("records")
-    assert (row["policy"], row["seeds"], row["mean"]) == ("tova", 3, 0.5)
-    assert row["std"] == pytest.approx(stdev([0.75, 0.5, 0.25]))
+    (row,) = results.over_seeds()
+    assert (row.policy, row.n_seeds, row.n, row.score) == ("tova", 3, 4, 0.5)
+    assert row.seed_sd == pytest.approx(stdev([0.75, 0.5, 0.25]))
     shown = results._repr_mimebundle_()
     assert "tova" in shown["text/plain"]
     assert "<table" in shown["text/html"]

@@ -43,10 +43,18 @@ def test_code_of_the_package_counts_whoever_uses_it(tmp_path: Path, monkeypatch:
         digests._code_digest.cache_clear()
         return digests.code_digest({})
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(digests, "__file__", str(tmp_path / "run" / "run.py"))
     first = own(CODE)
     assert own(CODE + "# more\n") == first
     assert own(CODE + "Y = 2\n") != first
+    assert own(CODE) == first
+    with monkeypatch.context() as parsing:
+        parsing.setattr(digests, "_source", None)  # the digest of this code is known
+        assert own(CODE) == first
+    (stored,) = (tmp_path / "cache" / "kvbench" / "code").iterdir()
+    stored.write_text("damaged")
+    assert own(CODE) == first
     monkeypatch.undo()
     digests._own_code.cache_clear()
     digests._code_digest.cache_clear()

@@ -10,6 +10,7 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from kvbench.cli import main
 from kvbench.errors import UsageError
@@ -105,6 +106,22 @@ def test_a_damaged_file_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF and nothing more")
     with pytest.raises(UsageError, match="not a GGUF file that can be read"):
         dequantized(tmp_path / "x.gguf")
+
+
+@pytest.mark.slow("reads the tokenizer of a GGUF file")
+def test_the_prompts_of_a_run_need_no_weights_of_a_gguf_file(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = [f"model={smollm2}", "policy=full", f"out={tmp_path / 'runs'}", "task.lengths=[300]", "limit=1"]
+    assert main([*words, "dry_run=true"]) == 0
+    assert "1 prompts" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("*.safetensors"))
+    checkpoint = locate(ModelSpec("x", path=str(smollm2)))
+    assert checkpoint.dtype == torch.float32
+    whole = AutoConfig.from_pretrained(dequantized(smollm2)).to_dict()
+    light = checkpoint.config.to_dict()
+    assert {key for key in {*whole, *light} if whole.get(key) != light.get(key)} <= {"_name_or_path", "architectures"}
 
 
 @pytest.mark.slow("dequantizes 135M parameters twice")

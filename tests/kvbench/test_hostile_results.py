@@ -2,20 +2,38 @@
 
 import csv
 import json
+import os
 import pickle
+import re
 import shutil
+import socket
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import exp, log
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
-from plotted_runs import answered, write_run
+import yaml
+from markdown_it import MarkdownIt
+from plotted_runs import answered, described, write_run
 
 from kvbench.cli import main as run
+from kvbench.config.parts import build
+from kvbench.config.presets import named_config
+from kvbench.plot import main as plot
 from kvbench.report.html.report import main as report
 from kvbench.results.__main__ import main as results
-from kvbench.results.files import read_yaml, write_yaml
+from kvbench.results.definition import examples
+from kvbench.results.files import read_json, read_yaml, write_json, write_yaml
+from kvbench.results.result import read_result
+from kvbench.results.summary import _digest as digest_of_files
 from kvbench.sweep import main as sweep
+from kvbench.tasks.trust import reading
 
 SMALL = ("task.lengths=[400]", "task.depths=[0.5]", "task.repeats=1", "task.max_new_tokens=8", "policy=snapkv")
 
@@ -47,6 +65,8 @@ NODES: dict[str, tuple[str, Any]] = {
     "code of a model": ("model", {"hub_id": "some/model", "trust_remote_code": True}),
     "code of an answer": ("task", {"_target_": "kvbench.tasks.lm_eval.task.LmEval", "allow_code_execution": True}),
     "task files": ("task", {"_target_": "kvbench.tasks.lm_eval.task.LmEval", "task": "x", "include_path": "."}),
+    "a task of lm-eval": ("task", {"_target_": "kvbench.tasks.lm_eval.task.LmEval", "task": "gsm8k"}),
+    "a function of kvbench": ("task", {"_target_": "kvbench.tasks.longproc.programs.pseudo_to_code", "output": ""}),
 }
 
 
@@ -67,25 +87,157 @@ def test_a_configuration_of_others_builds_only_parts_of_kvbench(
     assert "theirs_module" not in sys.modules
 
 
+class Server:
+    """A server on this machine in place of the Hub: `asked` has the paths of all requests."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            def parse_request(self) -> bool:
+                asked.append(str(self.raw_requestline))
+                self.requestline, self.request_version, self.command, self.close_connection = "", "HTTP/1.1", "", True
+                self.send_error(404)
+                return False
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = Thread(target=self.server.serve_forever, daemon=True)
+        self.thread.start()
+        address, constants = f"http://127.0.0.1:{self.server.server_port}", "huggingface_hub.constants"
+        monkeypatch.setattr(f"{constants}.ENDPOINT", address)
+        monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/{revision}/{filename}")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    server = Server(monkeypatch)
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
+
+
+GGUF = {"path": None, "bundled": None, "gguf_file": "x.gguf"}
+MODELS: dict[str, dict[str, Any]] = {
+    "a package beside the results": {**GGUF, "package": "theirs_module"},
+    "a package inside one": {**GGUF, "package": "theirs_package.inner.deep"},
+    "a relative package": {**GGUF, "package": ".theirs_module"},
+    "a model of the Hub": {**GGUF, "gguf_file": None, "hub_id": "made/up"},
+    "a GGUF file of the Hub": {**GGUF, "hub_id": "made/up", "revision": "0" * 40},
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
+def test_reading_results_imports_and_fetches_no_model(
+    model: dict[str, Any], theirs: Path, hub: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("theirs_package", "theirs_package/inner"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("open('mark', 'w')\n")
+    (path,) = theirs.glob("*/config.yaml")
+    config = read_yaml(path)
+    config["config"]["model"] = {**config["config"]["model"], **model}
+    config["identity"]["model"] = {"hub_id": "made/up", "commit": "0" * 40}
+    write_yaml(path, {**config, "run_id": "made-up"})
+    path.parent.rename(theirs / "made-up")
+    assert results(["check", str(theirs)]) == 1
+    assert report([str(theirs), "-o", "report.html"]) == 0
+    assert "Prompts are not shown" in Path("report.html").read_text()
+    assert results(["collect", str(theirs)]) == 0
+    assert hub.asked == []
+    assert not Path("mark").exists()
+    assert not {"theirs_module", "theirs_package"} & {*sys.modules}
+
+
+@pytest.mark.parametrize("task", ["longbench/qasper", "loogle/shortdep_qa", "math500"])
+def test_reading_results_fetches_no_data(task: str, theirs: Path, hub: Server) -> None:
+    (path,) = theirs.glob("*/config.yaml")
+    config = read_yaml(path)
+    config["config"]["task"] = named_config("task", task)
+    write_yaml(path, config)
+    assert results(["check", str(theirs)]) == 1
+    assert report([str(theirs), "-o", "report.html"]) == 0
+    assert hub.asked == []
+    with pytest.raises(ValueError, match="cannot be"):
+        next(build(config["config"]["task"]).examples(None, 0))
+    assert hub.asked, "without `reading` the same task asks the Hub"
+
+
+def test_a_connection_is_refused_while_results_are_read(hub: Server) -> None:
+    address = hub.server.server_address
+    with reading():
+        for connect in (lambda: socket.create_connection(address), lambda: socket.getaddrinfo("made.up", 80)):
+            with pytest.raises(ConnectionRefusedError, match="results are read without the network"):
+                connect()
+    with socket.create_connection(address):
+        pass
+
+
+def with_measures(folder: Path, metadata: dict[str, Any], measures: Sequence[object]) -> Path:
+    """A finished run of the examples, each with its measure `m`."""
+    made = write_run(folder, "snapkv", [answered(i, 1.0, "a") for i in range(len(measures))])
+    path = made / "samples.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, measure in zip(lines, measures, strict=True):
+        line |= {"metadata": metadata, "measures": {"m,none": measure}}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return made
+
+
+TEMPLATE = "{{ cycler.__init__.__globals__.os.system('touch mark') }}"
+FUNCTIONS = [
+    *("subprocess:call", "theirs_module:summary", "lm_eval.utils:os", "lm_eval.tasks:get_task_dict", "builtins:eval"),
+    *("lm_eval.tasks._yaml_loader:load_yaml", "lm_eval.tasks.longproc.metrics:countdown", "lm_eval.api.metrics:mean"),
+    *("kvbench.tasks.longproc.programs:pseudo_to_code", "mean:theirs_module", "theirs_module.summary", ["mean"], None),
+]
+
+
+@pytest.mark.parametrize("metadata", [{"benchmark": "theirs_module"}, *FUNCTIONS])
+def test_examples_of_others_name_no_function(metadata: Any, theirs: Path, tmp_path: Path) -> None:
+    if not isinstance(metadata, dict):
+        metadata = {"benchmark": "lm_eval", "task": "x", "aggregation": {"m": metadata}}
+    (tmp_path / "x.yaml").write_text("task: x\ndataset_path: !function theirs_module.summary\n")
+    loaded = {name for name in sys.modules if name.startswith(("lm_eval.tasks.", "theirs_module"))}
+    measures = [[str(tmp_path / "x.yaml")], {"task": "x", "doc_to_text": TEMPLATE}, "touch"]
+    folder = with_measures(tmp_path / "made", metadata, measures)
+    assert results(["collect", str(tmp_path / "made")]) == 0
+    assert results(["collect", str(tmp_path / "made"), "--by", "task"]) == (0 if "task" in metadata else 2)
+    assert report([str(tmp_path / "made"), "-o", "report.html"]) == 0
+    assert set(read_result(folder).official.values()) <= {None}
+    assert not Path("mark").exists()
+    assert {name for name in sys.modules if name.startswith(("lm_eval.tasks.", "theirs_module"))} <= loaded
+
+
 @pytest.mark.parametrize(
-    "metadata",
+    ("name", "measures", "expected"),
     [
-        {"benchmark": "theirs_module"},
-        {"benchmark": "lm_eval", "task": "x", "aggregation": {"m": "subprocess:call"}},
-        {"benchmark": "lm_eval", "task": "x", "aggregation": {"m": "theirs_module:summary"}},
-        {"benchmark": "lm_eval", "task": "x", "aggregation": {"m": "lm_eval.utils:os"}},
+        ("mean", [1, 0.5, True], 2.5 / 3),
+        ("median", [3, 1, 2], 2.0),
+        ("perplexity", [-1.0, -3.0], exp(2)),
+        ("weighted_perplexity", [[-2.0, 1], [-6.0, 3]], exp(2)),
+        ("bits_per_byte", [[-2.0, 1], [-6.0, 3]], 2 / log(2)),
+        ("brier_score", [[0, [1.0, 0.0]], [1, [1.0, 0.0]]], 1.0),
+        ("f1", [[1, 1], [1, 0], [0, 0]], 2 / 3),
+        ("matthews_corrcoef", [[1, 1], [0, 0]], 1.0),
+        ("bleu", [["a b c d e", "a b c d e"]] * 2, 100.0),
+        ("chrf", [[["abcdef", "x"], "abcdef"]], 100.0),
+        ("ter", [["a b c d", "a b c x"]], 25.0),
+        ("lm_eval.tasks.ifeval.utils:agg_inst_level_acc", [[True], [False, False, True]], 0.5),
+        ("lm_eval.tasks.ruler.common_utils:aggregate_metrics", [1.0, -1, 0.5], 0.75),
+        ("lm_eval.tasks.super_glue.cb.aggregate:cb_multi_fi", [[0, 0], [1, 1], [2, 2], [1, 2]], 7 / 9),
     ],
 )
-def test_examples_of_others_name_no_function(metadata: dict[str, Any], theirs: Path, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "made", "snapkv", [answered(i, 1.0, "a") for i in range(3)])
-    path = folder / "samples.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line, word in zip(lines, ("touch", "mark", "mark2"), strict=True):
-        line |= {"metadata": metadata, "measures": {"m,none": word}}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert results(["collect", str(tmp_path / "made")]) == 0
-    assert not Path("mark").exists()
-    assert "theirs_module" not in sys.modules
+def test_the_aggregates_of_lm_eval_take_numbers(
+    name: str, measures: list[Any], expected: float, tmp_path: Path
+) -> None:
+    metadata = {"benchmark": "lm_eval", "task": "x", "aggregation": {"m": name}}
+    good = read_result(with_measures(tmp_path, metadata, measures))
+    assert good.official == {"m,none": pytest.approx(expected)}
+    for other in ({"a": 1}, [[[1]]], "1", None, [1] * 2000):
+        bad = read_result(with_measures(tmp_path, metadata, [*measures, other]))
+        assert bad.official == {"m,none": None}
 
 
 class Marking:
@@ -106,14 +258,78 @@ def test_status_of_a_foreign_sweep_unpickles_nothing(theirs: Path, capsys: pytes
     assert not Path("mark").exists()
 
 
+FORMULAS = ("=cmd|'/c calc'!A1", "+cmd", "-cmd", "@sum", "\t=1", " =1", "\n=1", "-5 tokens", "＝1", "|cmd")
+SUMS = ("-2+3+cmd|' /C calc'!A0", '+1+HYPERLINK("http://made.up")', "-1.5e3*A1", "+.5-cmd", "-1)")
+PLAIN = ("％=1", "1-cmd", "-5", "+1.5e-3", "snapkv")
+
+
 def test_cells_of_a_csv_file_are_not_formulas(tmp_path: Path) -> None:
-    words = ("=cmd|'/c calc'!A1", "+cmd", "-cmd", "@sum", "\t=1", "-5 tokens", "snapkv")
-    for word in words:
-        write_run(tmp_path / "runs", "snapkv", [answered(0, 1.0)], environment={"kvbench_revision": word})
+    for word in (*FORMULAS, *SUMS, *PLAIN):
+        write_run(tmp_path / "runs", word, [answered(0, 1.0)], environment={"kvbench_revision": word})
     assert results(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "t.csv")]) == 0
     with (tmp_path / "t.csv").open(newline="") as file:
-        cells = {row["kvbench_revision"] for row in csv.DictReader(file)}
-    assert cells == {*(f"'{word}" for word in words[:5]), *words[5:]}
+        rows = list(csv.DictReader(file))
+    cells = {row["kvbench_revision"] for row in rows}
+    assert cells == {*PLAIN, *(f"'{word}" for word in (*FORMULAS, *SUMS))}
+    assert {row["policy"][0] for row in rows} & {*"=+-@|＝\t\n "} == {"-", "+"}  # of the two numbers
+
+
+NAMES = ("\x1b]0;mine\x07", "\x1b[2J", "a\nb", "a\rb", "\x9b1m", "\u202ecod", "\u2028", "a|b", "\x08\x08")
+LINKS = (
+    "![x](http://made.up/p.png)",
+    "[x](javascript:alert(1))",
+    "<javascript:alert(1)>",
+    "<img src=x onerror=alert(1)>",
+    "[x][y]",
+    "`a` **b** ~~c~~ $d$ &lt;",
+    "\\![x](y)",
+    "&#33;[x](y)",
+)
+
+
+@pytest.mark.parametrize("words", [NAMES, LINKS], ids=["signs", "links"])
+def test_names_of_others_stay_names(
+    words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(words):
+        samples = [answered(i, 1.0, task=name) for i in range(6)]
+        about: dict[str, Any] = {"environment": {"python": name}, "parts": described("SnapKV", words=name)}
+        write_run(Path("runs"), name, samples, task=words[min(number, 1)], model=words[0], **about)
+    Path("runs/broken").mkdir()
+    Path("runs/broken/samples.jsonl").write_text(json.dumps({"index": 0, "output": name, "kept_tokens": name}))
+    shown = ""
+    for options in ([], ["--by", "task"], ["--pivot", "task"], ["--changes"], ["--columns", "policy,task,run_id"]):
+        assert results(["collect", "runs", *options]) == (2 if "--changes" in options else 0)
+        for end in ("md", "tex", "txt"):
+            if "--changes" not in options:
+                assert results(["collect", "runs", *options, "-o", f"t.{end}"]) == 0
+                shown += Path(f"t.{end}").read_text()
+        lines = [line for line in Path("t.md").read_text().splitlines() if line.startswith("|")]
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1, "a name splits neither row nor cell"
+        page = MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(Path("t.md").read_text())
+        assert not re.search(r"<(a|img|em|strong|code|s)\b", page)
+    assert results(["check", "runs"]) == 1
+    assert plot(["runs", "-o", "figures"]) == 0
+    assert report(["runs", "-o", "report.html"]) == 0
+    for figure in Path("figures").glob("*.svg"):
+        ElementTree.fromstring(figure.read_text())
+    shown += "".join(capsys.readouterr())
+    assert all(sign.isprintable() or sign == "\n" for sign in shown)
+
+
+def test_titles_of_a_sweep_of_others_stay_titles(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep_file = theirs / "sweep.yaml"
+    content = read_yaml(sweep_file)
+    content["runs"][0]["title"] = "".join(NAMES)
+    content["runs"].append({**content["runs"][0], "title": "\x1b[2J", "run_id": None, "error": "\x1b[2Jno"})
+    write_yaml(sweep_file, content)
+    (theirs / ".sweep" / "jobs").mkdir(parents=True)
+    (theirs / ".sweep" / "jobs" / "\x1b[2J.json").write_text("{}")
+    assert sweep(["status", str(theirs)]) == 0
+    shown = "".join(capsys.readouterr())
+    assert "\\x1b[2J" in shown
+    assert all(sign.isprintable() or sign == "\n" for sign in shown)
 
 
 NUMBERS: dict[str, Any] = {
@@ -148,17 +364,105 @@ def test_bad_runs_are_left_out_and_the_others_are_shown(
     assert good.name in capsys.readouterr().err  # it is made up, so it is refused for its own reason
 
 
+def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in inner:
+        yield from _leaves(value, (*path, key))
+
+
+def _with(tree: Any, path: tuple[Any, ...], value: object) -> Any:
+    if not path:
+        return value
+    changed = deepcopy(tree)
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return changed
+
+
+BAD = (None, [], {"a": 1}, "x\ny", 10**400, True, -1.5, [[1]])
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "metrics.json"])
+def test_no_value_of_a_run_ends_the_tables_of_others(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    about = {"metadata": {"task": "a"}, "samples": [answered(i, 1.0, task="ab"[i % 2]) for i in range(6)]}
+    good = write_run(tmp_path / "runs", "tova", about["samples"])
+    write_run(tmp_path / "runs", "full", about["samples"], None)
+    place = good / name
+    read, write = (read_yaml, write_yaml) if name == "config.yaml" else (read_json, write_json)
+    tree = read(place)
+    for number, path in enumerate(_leaves(tree)):
+        bad = tmp_path / "runs" / f"bad{number}"
+        shutil.copytree(good, bad)
+        value = BAD[number % len(BAD)]
+        write(bad / name, _with(tree, path, value))
+        summary = read_json(bad / "summary.json")
+        if name == "config.yaml" and path and path[0] in summary["run"]:
+            summary["run"] = _with(summary["run"], path, value)
+        write_json(bad / "summary.json", {**summary, "computed_from": digest_of_files(bad)})
+    for options in ([], ["--pivot", "budget"], ["--by", "task"], ["-o", "t.csv"], ["-o", "t.parquet"]):
+        assert results(["collect", "runs", *options]) == 0
+        assert "Traceback" not in (said := capsys.readouterr()).err
+        assert "tova" in said.out or "-o" in options
+    assert plot(["runs", "-o", "figures"]) == 0
+    assert report(["runs", "-o", "report.html"]) == 0
+
+
+def test_a_run_that_lost_lines_is_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path, "tova", [answered(i, 1.0) for i in range(6)])
+    assert read_result(folder).state == "finished"
+    lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
+    for kept in (5, 3):
+        (folder / "samples.jsonl").write_text("".join(lines[:kept]))
+        found = read_result(folder)
+        assert (found.state, found.n) == ("unfinished", kept)
+        assert examples(folder) == (0, 0)
+    assert results(["collect", str(tmp_path)]) == 0
+    assert "unfinished" in capsys.readouterr().out
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+    "missing": lambda _: None,
+    "zeros": lambda content: bytes(len(content)),
+    "cut off": lambda content: content[: len(content) // 2],
+    "another kind": lambda _: b"[1, 2]\n",
+    "no text": lambda content: b"\xff\xfe" + content,
+    "nested": lambda _: b"[" * 100_000,
+    "another number": lambda content: content.replace(b"128", b"129").replace(b'"hardware"', b'"software"'),
+}
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
-@pytest.mark.parametrize("how", ["missing", "zeros"])
-def test_a_run_without_its_records_is_completed_by_the_same_command(name: str, how: str, theirs: Path) -> None:
+@pytest.mark.parametrize("how", DAMAGE.values(), ids=list(DAMAGE))
+def test_the_same_command_completes_a_run_without_its_records(
+    name: str, how: Callable[[bytes], bytes | None], theirs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (path,) = theirs.glob(f"*/{name}")
     before, samples = path.read_bytes(), path.with_name("samples.jsonl").read_bytes()
     path.unlink()
-    if how == "zeros":
-        path.write_bytes(bytes(len(before)))
+    if (content := how(before)) is not None:
+        path.write_bytes(content)
+    assert results(["collect", str(theirs)]) == 2, "its numbers are not shown under another identity"
     assert run(["-m", *SMALL, f"out={theirs}"]) == 0
-    assert len(path.read_bytes()) > 100
+    assert "Traceback" not in capsys.readouterr().err
+    assert results(["collect", str(theirs)]) == 0
+    assert name != "config.yaml" or read_yaml(path)["identity"] == yaml.safe_load(before)["identity"]
     assert path.with_name("samples.jsonl").read_bytes() == samples
+
+
+def test_a_pipe_in_a_folder_of_others_is_no_file_of_a_run(theirs: Path) -> None:
+    (folder,) = (path.parent for path in theirs.glob("*/config.yaml"))
+    for name in ("samples.jsonl", "config.yaml", "environment.json", "metrics.json", ".lock"):
+        copy = Path(shutil.copytree(folder, theirs / f"{name}-{folder.name}"))
+        (copy / name).unlink(missing_ok=True)
+        os.mkfifo(copy / name)
+    assert results(["collect", str(theirs)]) == 0
+    assert sweep(["status", str(theirs)]) == 0
 
 
 def test_classes_that_the_user_names_are_built(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,20 +57,21 @@ def test_a_page_and_the_table_read_no_samples_of_other_runs(tmp_path: Path, monk
     assert read == []
     page = html_report(rows, tmp_path)
     assert page.count("<tr title=") == 4
-    assert "Figures, changes and examples are those of the first 2 runs" in page
+    assert "Figures, changes and examples leave out 2 policies: roco, tova." in page
     assert sorted(read) == sorted(row.folder / "samples.jsonl" for row in in_order(rows)[:2])  # each once
 
 
 # --- groups and marks ----------------------------------------------------------------------------------------------
 def test_groups_are_ranked_and_ties_with_the_best_are_marked(tmp_path: Path) -> None:
-    """Against 20 right: 19 right lose one example (McNemar p = 1), none right all 20 (p = 2^-19, twice by Holm)."""
+    """Against 20 right: 19 right lose one example (McNemar p = 1), none right all 20 (2^-19, three times by Holm)."""
     runs(tmp_path, ("full", 20), ("roco", 0), ("tova", 19), ("h2o", 20), ("snapkv", 20), ("pyramidkv", 20))
+    runs(tmp_path, ("cake", 20))
     assert marked(tmp_path) == {
         "niah, nothing evicted": {"full": "reference"},
-        "niah, budget 64, whole prompt, evict": {"h2o": "best", "tova": "≈ best", "roco": ""},
-        "niah, budget 64, whole prompt, grow": {"snapkv": "", "pyramidkv": ""},  # equal: none is better
+        "niah, budget 64, whole prompt, evict": {"h2o": "best", "cake": "best", "tova": "≈ best", "roco": ""},
+        "niah, budget 64, whole prompt, grow": {"snapkv": "best", "pyramidkv": "best"},
     }
-    assert [list(own) for own in marked(tmp_path).values()][1] == ["h2o", "tova", "roco"]
+    assert [list(own) for own in marked(tmp_path).values()][1] == ["cake", "h2o", "tova", "roco"]
 
 
 def test_policies_by_tasks_has_the_mean_where_no_task_is_missing(tmp_path: Path) -> None:

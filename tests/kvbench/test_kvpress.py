@@ -208,7 +208,7 @@ def test_unsupported_uses_of_a_press_are_refused_with_one_message(model: PreTrai
         KVCache(model.config, policy("KnormPress", 20))
     with pytest.raises(ConfigError, match="a press compresses the whole prompt once, then the cache grows"):
         make_policy("kvpress", 20, press="KnormPress", schedule="blocks")
-    with pytest.raises(ConfigError, match=r"press=KnormPres is not in kvpress .* which has KnormPress"):
+    with pytest.raises(ConfigError, match=r"press=KnormPres is not in kvpress .* did you mean KnormPress"):
         make_policy("kvpress", 20, press="KnormPres")
     with pytest.raises(ConfigError, match="press=null must name a press of kvpress, such as policy=kvpress/"):
         make_policy("kvpress", 20)

@@ -8,6 +8,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
+from tokenizers.processors import TemplateProcessing
 
 from kvbench.tools.harness_model import KVBenchLM
 
@@ -72,6 +73,18 @@ def test_loglikelihoods_are_those_of_hf(full: KVBenchLM, hf: HFLM) -> None:
     theirs = hf.loglikelihood(rating(*PAIRS), disable_tqdm=True)
     assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], abs=1e-4)
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+
+
+def test_an_eos_that_the_tokenizer_appends_changes_nothing(full: KVBenchLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers() -> tuple[Any, Any]:
+        scores = full.loglikelihood(rating(*PAIRS[:2]), disable_tqdm=True)
+        return full.generate_until(generation(TEXT), disable_tqdm=True), scores
+
+    before, raw = answers(), full.tokenizer.backend_tokenizer
+    ends = [(name, full.tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>")]
+    monkeypatch.setattr(raw, "post_processor", TemplateProcessing(single="<s> $A </s>", special_tokens=ends))
+    assert full.tokenizer.encode("a")[-1] == ends[1][1], "else nothing is removed"
+    assert answers() == before
 
 
 def test_a_small_budget_evicts_and_is_reported(tiny_model: Path, full: KVBenchLM) -> None:

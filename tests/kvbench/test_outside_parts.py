@@ -13,7 +13,8 @@ import pytest
 
 from kvbench import cli, make_policy, memory, sweep
 from kvbench.results import __main__ as results
-from kvbench.tools import diagnose, score
+from kvbench.tasks import trust
+from kvbench.tools import diagnose
 
 BUDGET = 24
 EXTRA = 4
@@ -23,10 +24,9 @@ OUTSIDE = Path(__file__).parents[1] / "support" / "outside"
 
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The folder of --config-dir, beside a module that can be imported; both far from the repository."""
+    """The folder of --config-dir, beside a module; both far from the repository and from the working folder."""
     folder = tmp_path / "own"
     shutil.copytree(OUTSIDE, folder)
-    monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "outside_parts", raising=False)
     return str(folder / "conf")
 
@@ -53,6 +53,25 @@ def test_the_parts_run_and_their_results_become_tables(conf: str, tiny_model: Pa
     assert fields["scorer"]["recent"] == 3
 
 
+def test_no_module_is_loaded_from_a_folder_of_results(
+    conf: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths, out = [*sys.path], Path(conf).parent / "runs"
+    monkeypatch.chdir(Path(conf).parent)  # the results of others, with modules that their classes name
+    asked = ["policy=mine", "task=recall", f"model={tiny_model}", f"budget={BUDGET}", "limit=1", "device=cpu"]
+    assert cli.main(["--config-dir", "conf", *asked, f"out={out}"]) == 0
+    monkeypatch.setattr(sys, "path", paths)
+    monkeypatch.setattr(trust, "_trusted", set())
+    monkeypatch.delitem(sys.modules, "outside_parts")
+    for words in (["results", "check", "runs"], ["results", "check", "runs", "--trust", "outside_parts"]):
+        assert cli.main(words) != 0
+    assert cli.main(["results", "collect", "runs"]) == cli.main(["report", "runs", "-o", f"{tmp_path}/a.html"]) == 0
+    assert "outside_parts" not in sys.modules
+    said = capsys.readouterr().err
+    assert "--trust outside_parts loads it" in said
+    assert "outside_parts cannot be imported: No module named 'outside_parts'; its folder must be on PYTHONPATH" in said
+
+
 def test_memory_knows_the_bytes_of_the_store(conf: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [f"model={tiny_model}", "policy=mine", f"budget={BUDGET}", "length=100", "decode=grow"]
     assert memory.main(["--config-dir", conf, *asked]) == 0
@@ -69,12 +88,13 @@ def test_diagnostics_measure_the_policy_on_the_task(conf: str, tiny_model: Path,
     assert error.between(2**-15, 2**-11).all()  # float16 rounds to 11 binary digits
 
 
-def test_predictions_are_scored_by_the_benchmark(conf: str, tmp_path: Path) -> None:
+def test_predictions_are_scored_by_the_benchmark(conf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(conf).parent)  # where the module is found
     source, output = tmp_path / "predictions.jsonl", tmp_path / "scored.jsonl"
     source.write_text('{"prediction": "It was Word7.", "word": "word7"}\n{"prediction": "", "word": "word7"}\n')
-    assert score.main(["outside_parts", str(source), "-o", str(output)]) == 0
+    assert cli.main(["score", "outside_parts", str(source), "-o", str(output)]) == 0
     assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [0.0, 0.0]
-    assert score.main(["outside_parts", str(source), "-o", str(output), "--ignore-case"]) == 0
+    assert cli.main(["score", "outside_parts", str(source), "-o", str(output), "--ignore-case"]) == 0
     assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [1.0, 0.0]
 
 
@@ -92,20 +112,20 @@ def test_a_wrapper_and_a_store_are_parts_of_names(conf: str) -> None:
         make_policy("half_x3", config_dir=conf)
 
 
-def test_a_sweep_is_resumed_from_another_folder_with_parts_that_lie_beside_its_command(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_sweep_is_resumed_from_another_folder_with_parts_that_lie_beside_its_configurations(
+    conf: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, other = Path(shutil.copytree(OUTSIDE, tmp_path / "first")), tmp_path / "other"
+    first, other = tmp_path / "first", tmp_path / "other"
+    first.mkdir()
     other.mkdir()
-    monkeypatch.setattr(sys, "path", [str(first), *sys.path])  # as `python -m` has it
-    monkeypatch.delitem(sys.modules, "outside_parts", raising=False)
+    paths = [*sys.path]
     monkeypatch.chdir(first)
     asked = ["policy=mine", "task=recall", f"model={tiny_model}", f"budget={BUDGET}", "limit=1", "device=cpu"]
-    assert cli.main(["-m", "--config-dir", "conf", *asked, "out=runs"]) == 0
+    assert cli.main(["-m", "--config-dir", conf, *asked, "out=runs"]) == 0
     (metrics,) = first.glob("runs/*/metrics.json")
     metrics.unlink()
     monkeypatch.delitem(sys.modules, "outside_parts")
-    monkeypatch.setattr(sys, "path", [str(other), *sys.path[1:]])
+    monkeypatch.setattr(sys, "path", paths)
     monkeypatch.chdir(other)
     assert sweep.main(["resume", "../first/runs"]) == 0
     assert metrics.exists()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvbench.errors import UsageError
 from kvbench.models.answers import Ending, end_tokens
 from kvbench.models.prompt import Prompt
 from kvbench.models.prompts import PromptMaker
+from kvbench.models.tokens import _warn_of_end, encode_pair
 from kvbench.tasks.lm_eval.task import LmEval
 from kvbench.tasks.task import Example, Reading, Shared, Task, Tokenizer
 
@@ -51,6 +53,27 @@ def text(tokenizer: PreTrainedTokenizerBase, maker: PromptMaker, given: Example)
 def test_a_plain_prompt_gets_one_bos_and_the_answer_prefix(tokenizer: PreTrainedTokenizerBase) -> None:
     got = text(tokenizer, PromptMaker(tokenizer, Given(), 100), example("Question?", prefix=" Answer:"))
     assert got == "<s>Question? Answer:"
+
+
+def test_an_eos_that_the_tokenizer_appends_is_removed_once_and_said(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = {name: tokenizer.convert_tokens_to_ids(name) for name in ("<s>", "</s>")}
+    monkeypatch.setattr("kvbench.models.tokens._warn_of_end", cache(_warn_of_end.__wrapped__))
+    raw: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=list(ends.items()))
+    assert tokenizer.decode(tokenizer.encode("Who?")) == "<s>Who?</s>", "else nothing is removed"
+    maker = PromptMaker(tokenizer, Given(), 100)
+    assert text(tokenizer, maker, example("Who?", prefix=" A")) == "<s>Who? A"
+    assert text(tokenizer, maker, example("<s>Who?</s>")) == "<s>Who?</s>", "the end that the text itself has stays"
+    assert text(tokenizer, maker, example("Who?</s>")) == "<s>Who?</s>"
+    pair = encode_pair(tokenizer, "Who?", " I", None)
+    assert (tokenizer.decode(pair.context), tokenizer.decode(pair.continuation)) == ("<s>Who?", " I")
+    reading = replace(example("The mill"), reading=Reading())
+    assert text(tokenizer, maker, reading) == "<s>The mill"
+    assert [record.getMessage() for record in caplog.records] == [
+        "the tokenizer appends </s> to every text; kvbench removes it from prompts and scored texts"
+    ]
 
 
 def test_the_chat_template_wraps_the_prompt_but_not_the_answer_prefix(tokenizer: PreTrainedTokenizerBase) -> None:

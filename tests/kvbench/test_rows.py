@@ -1,6 +1,7 @@
 """Rows: whatever shares its prompt and its steps with others gives what it gives alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import exp, inf, log, nan
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from kvbench.cache.cache import BudgetError
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
+from kvbench.engine.scores import joined, score, summary
 from kvbench.engine.sequence import Request
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers import pooling
@@ -108,14 +110,55 @@ def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
     assert_alone(model, first[2])
 
 
-def test_logits_that_are_no_numbers_end_every_row_that_has_them() -> None:
+def _one(logits: torch.Tensor, value: float) -> None:
+    logits[..., 7] = value
+
+
+BROKEN: dict[str, Callable[[torch.Tensor], object]] = {
+    "one is NaN": lambda logits: _one(logits, nan),
+    "one is infinite": lambda logits: _one(logits, inf),
+    "all are NaN": lambda logits: logits.fill_(nan),
+    "all are infinite": lambda logits: logits.fill_(inf),
+    "all are masked": lambda logits: logits.fill_(-inf),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=list(BROKEN))
+def test_logits_that_are_no_numbers_end_every_row_that_has_them(broken: Callable[[torch.Tensor], object]) -> None:
     model = prepare(tiny("llama"))
-    with torch.no_grad():
-        model.lm_head.weight[7] = float("nan")
+    model.lm_head.register_forward_hook(lambda _module, _inputs, logits: (broken(logits.data), None)[1])
     (row,) = DecodeBatch(model).admit(asked(64, 1), [make_policy("full")])
     assert isinstance(row.error, FloatingPointError)
     with pytest.raises(FloatingPointError, match="not numbers"):
         generate_tokens(model, asked(64, 1).input_ids, make_policy("full"), max_new_tokens=2)
+    logits = torch.zeros(1, 9)
+    broken(logits)
+    with pytest.raises(FloatingPointError, match="not numbers"):
+        joined([score(logits, torch.tensor([3]))])
+
+
+def test_masked_logits_are_numbers() -> None:
+    """A model may mask tokens with -inf: they are never chosen, and the others are as likely as without the mask."""
+    model = prepare(tiny("llama"))
+    plain = generate_tokens(model, asked(64, 1).input_ids, make_policy("full"), max_new_tokens=4)
+    first = plain.tokens[0][0]
+    model.lm_head.register_forward_hook(lambda _module, _inputs, logits: _only(logits.data, first))
+    masked = generate_tokens(model, asked(64, 1).input_ids, make_policy("full"), max_new_tokens=4)
+    assert masked.tokens[0] == [first] * 4
+    logits = torch.tensor([[0.0, -inf, 1.0]])
+    logprobs, greedy = joined([score(logits, torch.tensor([2]))])
+    assert logprobs.tolist() == pytest.approx([1 - log(1 + exp(1))])
+    assert greedy.tolist() == [True]
+    logprobs, _ = joined([score(logits, torch.tensor([1]))])
+    assert logprobs.tolist() == [-inf]
+    with pytest.raises(FloatingPointError, match="probability 0"):
+        summary(-logprobs, 1, None, [])
+
+
+def _only(logits: torch.Tensor, token: int) -> None:
+    kept = logits[..., token].clone()
+    logits.fill_(-inf)
+    logits[..., token] = kept
 
 
 @pytest.mark.parametrize(("slug", "part"), [("snapkv", "scorers.snapkv"), ("cake", "scorers.cake")])

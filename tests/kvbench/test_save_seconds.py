@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli import main
+from kvbench.engine.pace import Pace, Work
 
 DIARY = '''
 """A scorer that records the time at which each prompt is scored, and the samples that are then on disk."""
@@ -80,6 +81,35 @@ def test_zero_computes_one_example_at_a_time_and_more_fills_the_batch(
     assert len(found) == 12
     unwritten = [place - written for place, (_, written) in enumerate(found)]
     assert max(unwritten) == 0 if seconds == 0 else max(unwritten) >= 8
+
+
+@pytest.mark.parametrize("runs", [1, 6])
+@pytest.mark.parametrize("costs", [(2e-3, 0.01, 0.01), (0, 0.02, 0), (0, 0, 0.02), (4e-3, 0, 0)])
+def test_examples_that_start_together_are_on_disk_in_time(runs: int, costs: tuple[float, float, float]) -> None:
+    """costs: seconds of a prefill for each token and run; of a step, and in addition for each of its rows."""
+    per_token, fixed, per_row = costs
+    pace, bound, tokens, steps = Pace(10.0), 10.0, 500, 50
+    alone = per_token * tokens * runs + steps * (fixed + per_row * runs)
+    now, flights, longest, most = 0.0, [], 0.0, 0
+    for _ in range(300):
+        while len(flights) < 20:
+            started = [Work(now - begin, tokens, steps, left) for begin, left in flights]
+            in_flight = len(flights) * runs
+            if flights and not pace.may_start(started, Work(0.0, tokens, steps, steps), in_flight, runs):
+                break
+            seconds, begin = per_token * tokens * runs, now
+            now += seconds
+            pace.prefilled(tokens, runs, seconds)
+            flights.append((begin, steps))
+        rows, most = len(flights) * runs, max(most, len(flights))
+        seconds = fixed + per_row * rows
+        now += seconds
+        pace.stepped(rows, seconds)
+        flights = [(begin, left - 1) for begin, left in flights]
+        longest = max([longest, *(now - begin for begin, left in flights if not left)])
+        flights = [flight for flight in flights if flight[1]]
+    assert longest <= max(bound, 2 * alone) * 1.001
+    assert most > 1 or 4 * alone > bound
 
 
 @pytest.mark.slow("kills a process at every second of its run")

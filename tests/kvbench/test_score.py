@@ -1,4 +1,4 @@
-"""`python -m kvbench.score`: the official scores of recorded predictions, and a sentence for everything else."""
+"""`kvbench score`: the official scores of recorded predictions, and a sentence for everything else."""
 
 import json
 from pathlib import Path

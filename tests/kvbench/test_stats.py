@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.results import statistics as stats
-from kvbench.results.statistics import mean_interval, paired_difference
+from kvbench.results.statistics import Difference, corrected, mean_interval, paired_difference
 
 scores = st.lists(st.floats(0, 1, allow_nan=False), min_size=1, max_size=30)
 
@@ -47,6 +47,18 @@ def test_tangos_interval_of_his_paper() -> None:
     assert (got.mean, got.low, got.high) == pytest.approx((0.2, 0.0611, 0.3447), abs=1e-4)
     assert got.p == pytest.approx(2 * (1 + 14 + 91) / 2**14)  # binomial(14, 1/2): at most 2 of 14
     assert got.claims
+
+
+def test_a_claim_needs_the_exact_test_and_is_corrected_for_the_number_of_comparisons() -> None:
+    def lost(count: int) -> Difference:  # of 40 answers, all of which the first got right
+        return paired_difference([1.0] * 40, [0.0] * count + [1.0] * (40 - count))
+
+    five, six, nine = lost(5), lost(6), lost(9)  # p: 2/2^5, 2/2^6, 2/2^9
+    assert five.high < 0, "Tango's interval excludes 0"
+    assert [one.claims for one in (five, six, nine)] == [False, True, True]
+    found = corrected({"six": six, "five": five, "nine": nine})
+    assert [one.p for one in found.values()] == pytest.approx([2 / 32, 2 / 32, 3 * 2 / 512])  # Holm, by hand
+    assert [one.claims for one in found.values()] == [False, False, True]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

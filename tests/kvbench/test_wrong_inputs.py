@@ -35,6 +35,7 @@ LINES = {
     "engine=null": "engine=null is not allowed, set its fields",
     "engine.save_seconds=-1": "engine.save_seconds must be a number of at least 0, got -1",
     "--config-dir=/nowhere": "Additional config directory '/nowhere' not found",
+    "model=owner/name": "; a model of the Hub: model=hub model.hub_id=owner/name)",
     "policy=snapk": "policy=snapk does not exist: did you mean snapkv",
     "policy.schedule=blocks": "write schedule=blocks",
     "policy.scorer.window=abc": "policy.scorer.window must be a whole number, got 'abc'",
@@ -116,7 +117,7 @@ POLICY = "_target_: kvbench.policies.policy.Policy"
 OWN = {
     f"{POLICY}\nscorer: {{window: 5}}": "policy.scorer={'window': 5} is not a part: it has no _target_ that",
     f"{POLICY}\nscorer: {{_target_: kvbench.policies.stores.dense.Dense}}": "policy.scorer must be a Scorer, got",
-    f"{POLICY}\nscorer: {{_target_: my_scorers.Mine}}": "No module named 'my_scorers'; its folder must be",
+    f"{POLICY}\nscorer: {{_target_: my_scorers.Mine}}": "No module named 'my_scorers'; it must be in the",
     "name: mine": "is not a policy",
 }
 
@@ -198,3 +199,21 @@ def test_a_limit_that_cuts_answers_off_is_a_warning(
 def test_a_configuration_error_of_another_process_has_the_same_message() -> None:
     error = ConfigError("budget", 0, "at least 1").at("policy")
     assert str(pickle.loads(pickle.dumps(error))) == str(error) == "policy.budget must be at least 1, got 0"
+
+
+def test_words_that_hydra_would_ignore_or_fail_at_are_refused_before_it_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for line, said in {
+        "-m budget=interval(64,128)": "is a range for optimizers (hydra/sweeper=...): list values, as in 64,128",
+        "hydra.verbose=true": "hydra.verbose=true has no effect: messages are the same in all runs",
+    }.items():
+        assert main(shlex.split(line)) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_plus_before_a_group_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["+experiment=demo", "--cfg", "job", "-p", "task.name"]) == 0
+    assert main(["experiment=demo", "--cfg", "job", "-p", "task.name"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.errors import UsageError, instead
 from kvbench.report.figures.style import Look, family, palette
 from kvbench.results.columns import read_table
 from kvbench.results.labels import in_words
@@ -37,34 +36,6 @@ def once(rows: Iterable[Result]) -> list[Result]:
     return list(seen.values())
 
 
-def choose(rows: Sequence[Result], **wanted: Sequence[str]) -> list[Result]:
-    """Select rows by policy, task, model and budget; an empty list selects all.
-
-    The full cache is always selected, and so are rows without a budget. A policy can be given by its preset or by its
-    label. Raises UsageError for a value that no row has.
-    """
-    chosen = list(rows)
-    for field, values in wanted.items():
-        names = {row: _names(row, field) for row in rows}
-        known = set().union(*names.values())
-        for value in values:
-            if value not in known:
-                raise UsageError(f"--{field} {value} is not a value of any run{instead(value, sorted(known))}")
-        chosen = [row for row in chosen if not values or _always(row, field) or names[row] & set(values)]
-    return [*Results(chosen)]
-
-
-def _names(row: Result, field: str) -> set[str]:
-    if field == "budget":
-        return set() if row.budget is None else {f"{row.budget:g}"}
-    whole = row.line if field == "policy" else str(getattr(row, f"{field}_label"))
-    return {whole, whole.partition(" ")[0], whole.partition("(")[0].rstrip()}
-
-
-def _always(row: Result, field: str) -> bool:
-    return (field == "policy" and row.is_full) or (field == "budget" and row.budget is None)
-
-
 def panels_of(rows: Iterable[Result]) -> list[Panel]:
     """The rows by model and task, in the order of their first appearance."""
     groups: dict[tuple[str, str], list[Result]] = {}
@@ -89,6 +60,8 @@ def notes(rows: Sequence[Result], first: str = "") -> list[str]:
     """The notes below a figure: model, number of examples, schedules, and caveats."""
     sizes = sorted({row.n for row in rows if row.value is not None}) or [0]
     many = f"n = {sizes[0]}" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]}, different between runs"
+    seeds = sorted({row.n_seeds for row in rows if row.n_seeds})
+    many += f" over {' or '.join(map(str, seeds))} seeds" if seeds else ""
     moments = sorted({row.moments for row in rows if row.when and not row.reads})
     words = ["; ".join(map(in_words, filter(None, own))) for own in moments]
     prompts: dict[tuple[str, str], set[tuple[str, ...]]] = {}

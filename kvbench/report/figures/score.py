@@ -93,6 +93,8 @@ def _figure(
         if sheet.is_left(index):
             axes.set_ylabel("score (mean over examples)" if len(panels) == 1 else "score")
     shown = [row for panel, _ in panels for row in panel.rows]
+    if {row.compress for row in shown if row.evicts} == {"context"}:
+        title += ", compressed before the question"
     found = notes(shown, "Bars, and the grey band of the full cache: 95% intervals.")
     return sheet.finish(title, [*found, *below])
 
@@ -108,7 +110,8 @@ def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], paper
         axes.axhline(row.score or 0, color=look.colour, linestyle=look.line, linewidth=1.2, label=row.line, zorder=3)
         if row.is_full and row.ends is not None:
             axes.axhspan(*row.ends, color=FAINT, alpha=0.13, linewidth=0, zorder=0.5)
-    shifts = side_by_side(len(lines)) if axis.budgets else [0.0] * len(lines)
+    room = 72 * axes.get_window_extent().width / axes.figure.dpi / max(len(axis.budgets), 1)
+    shifts = side_by_side(len(lines), room) if axis.budgets else [0.0] * len(lines)
     for (name, members), shift in zip(lines.items(), shifts, strict=True):
         line = sorted(members, key=axis.at)
         x, y = [axis.at(row) for row in line], [row.score or 0.0 for row in line]
@@ -118,7 +121,7 @@ def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], paper
         axes.plot(x, y, label=name, zorder=3, transform=axes.transData + place, **looks[name].plot)
     sizes = [axis.at(row) for members in lines.values() for row in members]
     by_factors(axes, (min(sizes), max(sizes)))
-    pad = (max(sizes) / min(sizes)) ** 0.06 if max(sizes) > min(sizes) else 1.5
+    pad = (max(sizes) / min(sizes)) ** (0.12 if axis.budgets else 0.06) if max(sizes) > min(sizes) else 1.5
     axes.set_xlim(min(sizes) / pad, max(sizes) * pad)
     if axis.budgets:
         axes.set_xticks(list(axis.budgets), list(axis.budgets.values()), rotation=45 if len(axis.budgets) > 6 else 0)

@@ -146,9 +146,12 @@ def legend_below(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3)
 
 
-def side_by_side(lines: int) -> list[float]:
-    """Horizontal offsets of lines in points, all together smaller than a marker: each point is drawn at its budget."""
-    step = min(1.0, 4.0 / max(lines - 1, 1))
+def side_by_side(lines: int, room: float) -> list[float]:
+    """Horizontal offsets of lines in points, so that equal scores do not hide each other's markers and intervals.
+
+    room: points between two budgets; the lines of a budget take a quarter of it at most, which keeps budgets apart.
+    """
+    step = min(4.0, room / 4 / max(lines - 1, 1))
     return [step * (place - (lines - 1) / 2) for place in range(lines)]
 
 

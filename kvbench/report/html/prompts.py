@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from kvbench.config.parts import build
 from kvbench.errors import UsageError, first_line
 from kvbench.models.files import ModelSpec, gguf_file
-from kvbench.models.gguf import dequantized
+from kvbench.models.gguf import described
 from kvbench.models.loading import Checkpoint
 from kvbench.models.prompts import PromptMaker
 from kvbench.results.files import read_yaml
@@ -29,7 +29,7 @@ from kvbench.results.labels import compressed
 from kvbench.results.result import Result
 from kvbench.results.samples import Sample
 from kvbench.tasks.task import PlainTokenizer, Task
-from kvbench.tasks.trust import check_parts
+from kvbench.tasks.trust import check_parts, reading
 
 HEAD, TAIL, AROUND, FOUND = 60, 140, 24, 3  # tokens shown at both ends and around a reference; number of references
 
@@ -56,7 +56,8 @@ def prompts_of(run: Result, count: int) -> Prompts:
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # the run has already logged its warnings
     try:
-        return Prompts(dict(_made(run, count)))
+        with reading():
+            return Prompts(dict(_made(run, count)))
     except (UsageError, ValueError, TypeError, KeyError, ImportError, OSError, yaml.YAMLError) as error:
         return Prompts({}, f"Prompts are not shown, because they cannot be built again: {first_line(error)}.")
     finally:
@@ -88,7 +89,7 @@ def _checkpoint(run: Result, spec: ModelSpec) -> Checkpoint:
     """Configuration and tokenizer of the model from local files, without weights and without remote code."""
     file = gguf_file(spec)
     if file is not None:
-        folder = dequantized(file)
+        folder = described(file)
     elif spec.bundled is not None:
         folder = Path(str(resources.files("kvbench") / spec.bundled))
     elif spec.path is not None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvbench.errors import UsageError
+from kvbench.report.selection import selected, selection_options
 from kvbench.tasks.trust import trust_option
-from kvbench.terminal.command import PATH, Command, program
+from kvbench.terminal.command import PATH, Command, log_to_stderr, program
 from kvbench.terminal.outputs import check_output, writing
 
 if TYPE_CHECKING:
@@ -22,22 +22,24 @@ if TYPE_CHECKING:
 
 
 DETAILED = 200
-"""The number of runs that have figures, changes and examples. Only their samples are read."""
+"""The most rows that have figures, changes and examples. Only their samples are read."""
 
 
 @click.command("report", cls=Command)
 @click.argument("folder", type=PATH)
 @click.option("-o", "--output", type=PATH, default="report.html", show_default=True, help="HTML file to write.")
+@selection_options(joined=True)
 @trust_option
-def cli(folder: Path, output: Path) -> None:
+def cli(folder: Path, output: Path, **options: Any) -> None:  # noqa: ANN401 - of the selection
     """One HTML page of all runs below FOLDER: tables, figures, examples, caveats."""
-    logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     check_output(output, (".html",))
     from kvbench.results.result import load_results
 
-    results = load_results(folder)
+    results = selected(load_results(folder), options)
     nbytes = write_report(results, folder, output)
-    count = "1 run" if len(results) == 1 else f"{len(results)} runs"
+    runs = sum(row.n_seeds or 1 for row in results)
+    count = "1 run" if runs == 1 else f"{runs} runs"
     sys.stdout.write(f"report: {output} ({count}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
 
 
@@ -67,7 +69,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
     from kvbench.results.labels import flat
 
     rows = tables.in_order(results)
-    detailed = rows[:DETAILED]
+    detailed = _detailed(rows)
     groups = tables.groups(rows)
     bundle = resources.files("itables") / "html"  # DataTables, from the package itables
     loader = PackageLoader("kvbench.report.html", ".")
@@ -80,9 +82,11 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
     return environment.get_template("report.html").render(
         title=folder.resolve().name,
         rows=rows,
-        detailed=len(detailed),
+        runs=sum(row.n_seeds or 1 for row in rows),
+        left_out=sorted({row.line for row in rows} - {row.line for row in detailed}),
         recurrent=any(row.state_bytes for row in rows),
         kinds=[("score", [g for g in groups if not g.rows[0].reads]), ("NLL", [g for g in groups if g.rows[0].reads])],
+        to_full={row: one for group in groups for row, one in tables.to_full(group).items()},
         marks={row: mark for group in groups for row, mark in tables.marks(group).items()},
         matrices=tables.matrices(rows),
         figures=_figures(detailed),
@@ -99,8 +103,17 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
     )
 
 
+def _detailed(rows: Sequence[Result]) -> list[Result]:
+    """The rows of the first policies, each with all of its budgets and tasks, up to DETAILED rows."""
+    chosen: set[str] = set()
+    for line in dict.fromkeys(row.line for row in rows):
+        if sum(row.line in {*chosen, line} for row in rows) <= DETAILED or not chosen:
+            chosen.add(line)
+    return [row for row in rows if row.line in chosen]
+
+
 def _figures(rows: Sequence[Result]) -> list[tuple[str, str]]:
-    """The figures of `kvbench.plot`: names and data URLs with their SVG."""
+    """The figures of `kvbench.plot`: texts for readers who do not see them, and data URLs with their SVG."""
     from kvbench.report.figures import pictures
     from kvbench.report.figures.panels import once
     from kvbench.report.figures.sheet import Paper
@@ -112,7 +125,20 @@ def _figures(rows: Sequence[Result]) -> list[tuple[str, str]]:
         except UsageError:  # no run has a score
             return []
         images = [(name, b64encode(encoded(figure, ".svg")).decode()) for name, figure in found]
-    return [(name, f"data:image/svg+xml;base64,{image}") for name, image in images]
+    lines = ", ".join(dict.fromkeys(row.line for row in rows))
+    texts = [next((text for kind, text in _SEEN.items() if name.startswith(kind)), name) for name, _ in images]
+    sources = [f"data:image/svg+xml;base64,{image}" for _, image in images]
+    return [(f"{text}. Shown: {lines}.", source) for text, source in zip(texts, sources, strict=True)]
+
+
+_SEEN = {
+    "budget": "Score against the budget, one line per policy, with 95% intervals",
+    "bytes": "Score against the bytes that the cache holds, one line per policy with 95% intervals",
+    "heatmap": "Needle tests: scores by length and depth, one map per policy",
+    "nll": "NLL against the length of the context, one line per policy",
+    "layers": "Tokens that each layer holds, one line per policy",
+}
+"""What a kind of figure shows."""
 
 
 def _facts(rows: Sequence[Result]) -> list[tuple[str, str]]:

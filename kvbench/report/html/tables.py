@@ -13,7 +13,7 @@ from kvbench.results.labels import budget_order, natural
 from kvbench.results.metrics import Numbers
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
-from kvbench.results.statistics import ALPHA, FEWEST, holm, smallest_p
+from kvbench.results.statistics import ALPHA, FEWEST, Difference, corrected, holm, smallest_p
 
 NOTHING = "–"
 BEST, TIED, FEW, REFERENCE = "best", "≈ best", "n too small to tell", "reference"
@@ -56,26 +56,27 @@ def _badness(row: Result) -> float:
 
 
 def marks(group: Group) -> dict[Result, str]:
-    """Marks the best run of a group, and the runs that do not differ significantly from it.
+    """Marks the best runs of a group, and the runs that do not differ significantly from them.
 
     Paired by example, at 5% with Holm's correction over the group. If no number of right answers could differ
-    significantly with so few examples, the runs are marked as such. No mark if all values are equal, or below 5 shared
-    examples.
+    significantly with so few examples, the others are marked as such. Runs with equal values are all the best. No mark
+    for a single run, or below 5 shared examples.
     """
     found = {row: REFERENCE for row in group.rows if row.is_full}
     own = [row for row in group.rows if row.value is not None and not row.is_full]
-    if len({row.value for row in own}) < 2:
-        return found
     compared = [(row, pair) for row in own[1:] if (pair := paired(own[0].outcomes, row.outcomes)) is not None]
-    if len(compared) < len(own) - 1 or any(pair.difference.n < FEWEST for _, pair in compared):
+    if len(own) < 2 or len(compared) < len(own) - 1 or any(pair.difference.n < FEWEST for _, pair in compared):
         return found
-    found[own[0]] = BEST
-    if len(compared) * min(smallest_p(pair.difference) for _, pair in compared) >= ALPHA:
-        return found | {row: FEW for row, _ in compared if row.value != own[0].value}
-    for (row, _), p in zip(compared, holm([pair.difference.p for _, pair in compared]), strict=True):
-        if row.value == own[0].value or p >= ALPHA:
-            found[row] = BEST if row.value == own[0].value else TIED
-    return found
+    found |= {row: BEST for row in own if row.value == own[0].value}
+    if len(compared) * min(smallest_p(pair.difference) for _, pair in compared) > ALPHA:
+        return {row: FEW for row, _ in compared} | found
+    adjusted = holm([pair.difference.p for _, pair in compared])
+    return {row: TIED for (row, _), p in zip(compared, adjusted, strict=True) if p > ALPHA} | found
+
+
+def to_full(group: Group) -> dict[Result, Difference]:
+    """Differences from the full cache, with p corrected for the rows of the group."""
+    return corrected({row: row.difference for row in group.rows if row.difference and not row.is_full})
 
 
 def by_task(rows: Iterable[Result]) -> list[Result]:

@@ -1,4 +1,4 @@
-"""`python -m kvbench.bench`: rows, bytes worked out by hand, tokens equal to those of generation, wrong arguments."""
+"""`kvbench bench`: rows, bytes worked out by hand, tokens equal to those of generation, wrong arguments."""
 
 import json
 from pathlib import Path

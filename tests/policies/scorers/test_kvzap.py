@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from golden import Case, cases, recorded_file
+from kv_crafted import Crafted, observed
 from kv_models import prompt, tiny
 from kv_runs import run_greedy
 from safetensors.torch import save_file
@@ -110,6 +111,44 @@ def test_a_token_below_the_threshold_goes_when_it_leaves_the_window(decode: str)
                         assert gone == draws[layer, head]
         shares = [len(gone) / (length - 8) for gone in draws.values()]
         assert 0.3 < sum(shares) / len(shares) < 0.9
+
+
+@pytest.mark.parametrize(
+    ("decode", "block", "matched"),
+    [("threshold", None, "none"), ("threshold", 8, "none"), ("grow", 8, "none"), ("grow", None, "global")],
+)
+def test_the_footprint_is_that_of_the_mean_head(decode: str, block: int | None, matched: str) -> None:
+    """Every call of n tokens onto h entries counts n h + n (n + 1) / 2, in every head."""
+    schedule = "blocks" if block else "prompt"
+    policy = by_threshold("random", 0.7, decode=decode, matched=matched, schedule=schedule, block=block)
+    run, entries, held, seen = run_greedy(tiny(), [prompt(40)], policy, 6), 0, [0] * 4, 0
+    for layers in run.of_row(0):
+        now = sum(held) == 0 and not block
+        tokens = 40 if now else 8 if seen < 40 else 1
+        entries += sum(tokens * before + tokens * (tokens + 1) // 2 for before in held)
+        held, seen = [len(head) for layer in layers for head in layer], seen + tokens
+    assert len({*held}) > 1
+    assert isinstance(run.cache, KVCache)
+    kept = [[len(head) for head in layer] for layer in run.of_row(0)[-1]]
+    assert run.cache.sequence.footprint(kept, 5) == pytest.approx(entries / 4, rel=1e-12)
+
+
+def test_a_score_is_compared_with_the_threshold_before_it_is_rounded() -> None:
+    """Norms of 1 and 1 + 1e-4 are equal in half of the bits, so that they tie; the threshold lies between them."""
+    keys = torch.tensor([[[[1.0, 0], [1.0001, 0]]]])
+    policy = make_policy("threshold_knorm", tau=-1.00005, **{"allocator.window": 0})
+    ranking = policy.rank(observed(keys, packed=True, budgets=(0,)), {})
+    assert ranking.scores[0, 0, 0] == ranking.scores[0, 0, 1]
+    assert policy.allocator.heads(0, ranking, []).tolist() == [[1]]
+
+
+def test_a_control_evicts_from_a_layer_in_which_one_head_keeps_every_token() -> None:
+    keys = torch.ones(1, 2, 20, 8)
+    keys[:, 0] *= 3  # the first head's norms are below the threshold
+    policy = make_policy("threshold_knorm", tau=-5.0, decode="grow", matched="global", **{"allocator.window": 2})
+    layer = Crafted(policy, 2, 2, prompt_length=20)
+    layer.call(keys, keys, keys)
+    assert [len(head) for head in layer.kept()] == [2, 20]
 
 
 def test_a_control_keeps_as_many_tokens_of_each_example() -> None:

@@ -93,7 +93,7 @@ def test_what_is_no_file_of_filters_is_refused(tmp_path: Path, file: Path) -> No
     (tmp_path / "text.safetensors").write_text("no tensors")
     save_file({"other": torch.zeros(2)}, tmp_path / "other.safetensors")
     for given, sentence in (
-        ("", "filters= must name a safetensors file with q_filters; create one with `python -m kvbench.calibrate"),
+        ("", "filters= must name a safetensors file with q_filters; create one with `kvbench calibrate"),
         (str(tmp_path / "none"), "filters=.*none is not a file"),
         (str(tmp_path / "text.safetensors"), "must be a safetensors file"),
         (str(tmp_path / "other.safetensors"), r"must contain q_filters \[layers, KV heads, head dim\]"),

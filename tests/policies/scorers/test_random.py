@@ -26,6 +26,17 @@ def test_a_token_keeps_its_draw_however_the_prompt_is_split() -> None:
     assert kept(10, 50) == kept(10, 50, block=1) == kept(10, 50, block=7) == kept(10, 50, block=64)
 
 
+def test_the_newest_tokens_stay_if_asked_for_and_the_draws_of_the_others_are_the_same() -> None:
+    policy = make_policy("random", 10, schedule="prompt", recent=4)
+    layer = Crafted(policy, 2, 2, prompt_length=50)
+    layer.call(*drawn(50, 2, 2))
+    for held, plain in zip(layer.kept(), kept(50, 50), strict=True):
+        assert [*held[-4:]] == [46, 47, 48, 49]
+        assert {*held[:-4]} <= {*plain}
+    for held, few in zip(layer.kept(), kept(6, 50), strict=True):
+        assert {position for position in few if position < 46} <= {*held}
+
+
 def test_draws_are_spread_evenly_over_the_text() -> None:
     """Of 4000 tokens 1000 stay; each quarter holds 250 give or take 5 standard deviations (13.7)."""
     held = torch.tensor(kept(1000, 4000)[0])

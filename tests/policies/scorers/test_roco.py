@@ -58,28 +58,41 @@ def test_the_worked_example_evicts(scorer: Scorer, evicted: int) -> None:
     ("phase", "spared"),
     [
         ("prompt", {0, 1, 2, 3}),  # sinks; every other token may go
-        ("block", {0, 1, 2, 3, 4, 5}),  # beside them floor(0.1 * 25) = 2 of largest deviation
-        ("decode", {0, 1, 2, 3, 4, 5, 6}),  # floor(0.3 * 25) = 7 of largest deviation, sinks or not
+        # 48 - (40 - floor(0.1 * 40) - 4) = 16 tokens are no candidates, 4 sinks and the 10 newest among them
+        ("block", {0, 1, 2, 3, 4, 5}),
+        # 48 - (40 - floor(0.3 * 40)) = 20, the 10 newest among them
+        ("decode", {*range(10)}),
     ],
 )
 def test_spared_tokens_by_phase(phase: Phase, spared: set[int]) -> None:
-    tokens = 40
-    # The older a token, the more its attention deviates, and the lower its mean.
+    tokens = 48
+    stays = spared_of(tokens, 40, phase)
+    assert stays == spared | set(range(tokens - 10, tokens))
+
+
+def spared_of(tokens: int, budget: int, phase: Phase) -> set[int]:
+    """Positions that are not candidates; the older a token, the more its attention deviates and the lower its mean."""
     histories = [[0.0] * (tokens - i - 1) + [(tokens - i) ** 2 * 1e-4] for i in range(tokens)]
-    seen = seen_by(list(range(tokens)), seen=tokens, budget=25, phase=phase)
-    policy = Policy(scorer=RoCo(), budget=25)
-    stays = policy.rank(seen, moments(histories)).protected[0, 0]
-    assert {int(i) for i in stays.nonzero()} == spared | set(range(tokens - 10, tokens))
+    seen = seen_by(list(range(tokens)), seen=tokens, budget=budget, phase=phase)
+    stays = Policy(scorer=RoCo(), budget=budget).rank(seen, moments(histories)).protected[0, 0]
+    return {int(i) for i in stays.nonzero()}
+
+
+@pytest.mark.parametrize(("budget", "others"), [(40, 13), (128, 39), (20, 10)])
+def test_one_decoded_token_leaves_as_many_candidates_as_easykv(budget: int, others: int) -> None:
+    """Its top-k of the budget - floor(0.3 * budget) smallest deviations, of budget + 1; the newest ten are infinite."""
+    assert spared_of(budget + 1, budget, "decode") == {*range(others - 10), *range(budget + 1 - 10, budget + 1)}
 
 
 @pytest.mark.parametrize("counts", [[3, 3], [0, 0], [5, 2], [9, 9]])
 @pytest.mark.parametrize("levels", [1, 3, 1000])  # few levels: many ties
 def test_the_largest_values_with_ties_to_the_lower_position(levels: int, counts: list[int]) -> None:
+    given = torch.tensor(counts)[:, None].expand(2, 3)
     generator = torch.Generator().manual_seed(levels)
     values = torch.randint(0, levels, (2, 3, 8), generator=generator) / levels
     positions = torch.stack([torch.randperm(8, generator=generator) for _ in range(6)]).view(2, 3, 8)
     positions[..., 2] = -1
-    got = largest(values, positions, counts)
+    got = largest(values, positions, given)
     for row in range(2):
         for head in range(3):
             slots = [s for s in range(8) if positions[row, head, s] >= 0]

@@ -244,7 +244,7 @@ def test_what_is_no_file_of_this_model_is_refused(tmp_path: Path, saved: Callabl
     (tmp_path / "text.pt").write_text("no tensors")
     torch.save({"other": 1}, tmp_path / "other.pt")
     for given, sentence in (
-        ("", "stats= must name a file of query statistics; create one with `python -m kvbench.calibrate triattention`"),
+        ("", "stats= must name a file of query statistics; create one with `kvbench calibrate triattention`"),
         (str(tmp_path / "none"), "stats=.*none is not a file"),
         (str(tmp_path / "text.pt"), "must be a file of tensors saved by torch.save"),
         (str(tmp_path / "other.pt"), "must contain `stats` with q_mean_real, q_mean_imag, q_abs_mean of every head"),

@@ -1,6 +1,8 @@
 """Verifiable instructions: official scores, what leaks, where the instructions are, and rows that cannot be used."""
 
 import json
+import random
+import string
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from kvbench.config.compose import read
 from kvbench.config.parts import build
 from kvbench.models.spans import token_spans
 from kvbench.results.samples import kept_spans
+from kvbench.tasks.instructions.rules import LETTERS, any_character
 from kvbench.tasks.instructions.task import REFUSAL, leakage
-from kvbench.tasks.instructions.verify import check_nltk
+from kvbench.tasks.instructions.verify import check_nltk, verifier_of
 from kvbench.tasks.lm_eval.task import LmEval
 from kvbench.tasks.task import Tokenizer
 
@@ -48,6 +51,8 @@ def folder(tmp_path: Path) -> Path:
         ("Sure, here:\nThe Nile", [False, True], [True, True]),
         ("The Nile is a very long river", [True, False], [True, False]),
         ("", [False, False], [False, False]),
+        ("<think>a, b</think>\nThe Nile", [False, False], [True, True]),
+        ("\nSure, here:\nThe Nile", [False, True], [False, True]),  # the first line is empty
     ],
 )
 def test_an_answer_is_verified_strictly_and_loosely(
@@ -125,6 +130,59 @@ def test_rows_that_cannot_be_used_are_refused(
     (folder / "sys_ifeval.jsonl").write_text(json.dumps(ROW | change) + "\n")
     with pytest.raises(ValueError, match=f"sys_ifeval.jsonl, row 1: .*{said}"):
         list(task("instructions", data_dir=str(folder)).examples(tokenizer, 0))
+
+
+@pytest.mark.parametrize("known", ["if_verifiable", "lm_eval.tasks"])
+def test_a_letter_that_is_none_is_counted_and_not_drawn(known: str) -> None:
+    found = pytest.importorskip(f"{known}.ifeval.instructions_registry").INSTRUCTION_DICT
+    verifier = any_character(found[LETTERS])(LETTERS)
+    verifier.build_description(letter="#", let_frequency=4, let_relation="at least")
+    assert verifier.check_following("# One\n## Two # three")
+    assert not verifier.check_following("### " + string.ascii_letters * 9)
+    verifier.build_description(letter="B", let_frequency=2, let_relation="at least")
+    assert verifier.check_following("bob")
+
+
+def test_what_the_official_code_would_draw_is_refused(folder: Path, tokenizer: Tokenizer) -> None:
+    change = {"instruction_id_list": [LETTERS], "kwargs": [{"letter": "ab", "let_frequency": 1}]}
+    (folder / "sys_ifeval.jsonl").write_text(json.dumps(ROW | change) + "\n")
+    before = random.getstate()
+    with pytest.raises(ValueError, match=r"row 1: the arguments .* do not fit keywords:letter_frequency .*would draw"):
+        list(task("instructions", data_dir=str(folder)).examples(tokenizer, 0))
+    assert random.getstate() == before
+
+
+# Worked by hand from the official code: an instruction of IFBench, its arguments, an answer and the verdict.
+IFBENCH: list[tuple[str, dict[str, Any], str, bool]] = [
+    ("count:person_names", {"N": 1}, "Leopard", False),
+    ("count:person_names", {"N": 2}, "Leo, Jonathan.", True),
+    ("format:quote_unquote", {}, "“Yes”", True),  # curly quotes are no quotes
+    ("format:quote_unquote", {}, 'He says "yes".', False),
+    ("format:quote_unquote", {}, "12.", True),
+    ("repeat:repeat_span", {"prompt_to_repeat": "The walls are", "n_start": 0, "n_end": 4}, "the w", True),
+    ("repeat:repeat_span", {"prompt_to_repeat": "The walls are", "n_start": 0, "n_end": 4}, "The walls are", False),
+    ("ratio:sentence_balance", {}, 'He said "Go!" I went. Why?', False),  # the first ends with a quote
+    ("sentence:keyword", {"word": "cat", "N": 2}, "One. Concatenate.", False),
+    ("sentence:keyword", {"word": "cat", "N": 2}, "One. A Cat!", True),
+    ("count:pronouns", {"N": 2}, "that/which", True),
+    ("words:keywords_specific_position", {"keyword": "red", "n": 2, "m": 2}, "One. The, RED mill.", True),
+    ("words:words_position", {"keyword": "red"}, "The red, and so red mill.", True),
+    ("words:words_position", {"keyword": "red"}, "red.", False),
+    ("format:title_case", {}, "A Mill b", False),
+    ("format:title_case", {}, "3 Mills, an iPhone", False),
+    ("format:title_case", {}, "3 Mills, 1 iPhone: 'S", True),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "answer", "verdict"), IFBENCH)
+def test_ifbench_has_the_rules_of_the_official_code(
+    name: str, arguments: dict[str, Any], answer: str, verdict: bool
+) -> None:
+    pytest.importorskip("if_verifiable", reason="needs pip install 'kvbench[instructions]'")
+    try:
+        assert verifier_of("ifbench", name, arguments).check_following(answer) == verdict
+    except LookupError:
+        pytest.skip("needs NLTK's data punkt_tab")
 
 
 def test_missing_data_is_named_with_the_next_step(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from task_data import recorded
 
 from kvbench.config.compose import read
 from kvbench.config.parts import build
-from kvbench.tasks.longproc import countdown, scores
+from kvbench.errors import ConfigError
+from kvbench.tasks.longproc import countdown, programs, scores
 from kvbench.tasks.longproc.task import SIZES, TASKS
 from kvbench.tasks.task import Example, Tokenizer
 
@@ -156,3 +158,48 @@ def test_a_program_is_compiled_and_run_only_when_that_is_allowed(words: Tokenize
     assert task("pseudo_to_code", allow_code_execution=True).judge(endless, example)[0] == 0
     with pytest.raises(ValueError, match="allow_code_execution"):
         task("pseudo_to_code").judge(program, example)
+
+
+DETACHED = """```cpp
+#include <unistd.h>
+#include <signal.h>
+int main() {{
+    int number;
+    cin >> number;
+    if (!fork()) {{
+        setsid();
+        signal(SIGTERM, SIG_IGN);
+        signal(SIGHUP, SIG_IGN);
+        if (!fork()) while (true) {{ ofstream("{mark}") << getpid(); usleep(20000); }}
+        _exit(0);
+    }}
+    usleep(400000);
+    {end}
+}}
+```"""
+
+
+@pytest.mark.slow("compiles two programs, one of which runs to its time limit")
+@pytest.mark.parametrize("end", ["while (true) {}", "cout << number;"], ids=["at the limit", "after the answer"])
+def test_no_process_of_a_program_outlives_it(end: str, tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    mark = tmp_path / "mark"
+    example = Example(0, "", ("",), 9, metadata={"testcases": [[["1"], ["1"]]]})
+    program = DETACHED.format(mark=mark, end=end)
+    score, _ = task("pseudo_to_code", allow_code_execution=True).judge(program, example)
+    assert score == ("cout" in end)
+    assert mark.exists(), "the detached process ran"
+    mark.unlink()
+    time.sleep(0.2)
+    assert not mark.exists()
+
+
+def test_programs_are_refused_where_they_could_outlive_their_limit(
+    words: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "ISOLATED", ("no-such-program",))
+    programs.check_isolation.cache_clear()
+    with pytest.raises(ConfigError, match=r"could outlive its time limit.*no-such-program"):
+        list(task("pseudo_to_code", allow_code_execution=True).examples(words, 0))
+    programs.check_isolation.cache_clear()
