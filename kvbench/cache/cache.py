@@ -127,9 +127,7 @@ class KVCache(Cache):
         self._enter_tables(pads)
         alone = [sequence for sequence in self.sequences if sequence.table is None]
         self._rows = [*(row for table in self.tables for row in table.rows), *alone]
-        self.sequences[:] = [
-            sequence for sequence in self._rows if sequence is not None
-        ]  # in the order of states
+        self.sequences[:] = [sequence for sequence in self._rows if sequence is not None]  # in the order of states
         return self._rows
 
     @property
@@ -243,26 +241,17 @@ class KVCache(Cache):
         self, index: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
         """Attention of decoded tokens: the rows of every table at once, and each of the others by itself."""
-        new = queries, keys, values
-        if len(self._held) == 1 and not self._alone:
-            ((table, rows),) = self._held
-            own = new if rows is None else tuple(x[rows] for x in new)
-            found = table.attend(index, *own, params)
-            return (
-                found
-                if rows is None or isinstance(rows, slice)
-                else torch.empty_like(found).index_copy_(0, rows, found)
-            )
         out: Tensor | None = None
         for table, rows in self._held:
-            found = table.attend(index, *(x if rows is None else x[rows] for x in new), params)
+            q, k, v = (x if rows is None else x[rows] for x in (queries, keys, values))
+            found = table.attend(index, q, k, v, params)
+            if rows is None:
+                return found
             out = found.new_zeros(len(queries), *found.shape[1:]) if out is None else out
             out[rows] = found
+        assert out is not None, "a sequence is in a table"
         for row, sequence in self._alone:
-            found = self._attend_row(row, sequence, 1, index, *new, params)
-            assert out is not None
-            out[row : row + 1] = found
-        assert out is not None
+            out[row : row + 1] = self._attend_row(row, sequence, 1, index, queries, keys, values, params)
         return out
 
     def _attend_rows(
@@ -346,18 +335,17 @@ class KVCache(Cache):
 
     def _place_rows(self, device: torch.device) -> None:
         """The rows of the call that each table has, None for all of them, and those of sequences without a table."""
-        order = self._rows or list(self.sequences)
-        row_of, begin = {sequence: row for row, sequence in enumerate(order) if sequence is not None}, 0
-        self._held = []
+        order: List[Sequence | None] = self._rows or list(self.sequences)
+        row_of = {sequence: row for row, sequence in enumerate(order) if sequence is not None}
+        begin, self._held = 0, []
         for table in self.tables if any(one.table is not None for one in self.sequences) else ():
-            own, rows = table.rows, range(begin, begin + len(table.rows))
-            if self._rows:  # padding included, table by table
-                begin = rows.stop
-            else:
-                rows = [row_of[sequence] for sequence in own]
-            first, last = min(rows), max(rows)
-            if list(rows) == list(range(first, last + 1)):
-                self._held.append((table, None if len(own) == len(order) else slice(first, last + 1)))
+            own = table.rows
+            rows = list(range(begin, begin + len(own)))  # table by table, padding included
+            begin += len(own)
+            if not self._rows:
+                rows = [row_of[sequence] for sequence in own if sequence is not None]
+            if rows == list(range(rows[0], rows[0] + len(rows))):
+                self._held.append((table, None if len(rows) == len(order) else slice(rows[0], rows[-1] + 1)))
             else:
                 self._held.append((table, torch.tensor(rows, device=device)))
         self._alone = [(row_of[one], one) for one in self.sequences if one.table is None] if self._held else []

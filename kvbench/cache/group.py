@@ -109,7 +109,7 @@ class Group:
 
     def has(self, row: int) -> bool:
         """Whether a row of the step is one of the group."""
-        return self.rows.start <= row < self.rows.stop
+        return row in range(self.rows.start, self.rows.stop)
 
     def evict(
         self, queries: Tensor, params: List[AttentionParams], backend: Backend, sequences: List[Sequence]
@@ -122,7 +122,7 @@ class Group:
             if ratings:  # one number for the new token of every row
                 self.shared["ratings"] = torch.cat(ratings).repeat(len(layers), 1)
             which = _select(layers, queries.device)
-            rows = _Rows(self, layers, which, _joined(params, layers, len(self.kinds)), queries[which], backend)
+            rows = Rows(self, layers, which, _joined(params, layers, len(self.kinds)), queries[which], backend)
             if rows.slots.state or self.policy.needs.memory:
                 self.policy.observe(rows.observation, rows.slots.state)
                 rows.slots.store_state()
@@ -161,7 +161,7 @@ class Group:
         return QueryWindow(found[0], found[1], see_own=all(kind.see_own for kind in self.kinds))
 
 
-class _Rows:
+class Rows:
     """Rows of a group: k layers of b sequences, n = k * b. queries [k,b,H_q,1,D]: the newest."""
 
     def __init__(
@@ -199,7 +199,7 @@ class _Rows:
                 self.slots.write(merged.slots, merged.keys, merged.values)
         if policy.scorer is not None and policy.needs.kept:
             policy.scorer.selected(seen, ranking.occupied.scatter(-1, victims, ~going.expand_as(victims)))
-        self._release(victims)
+        self.release(victims)
 
     @property
     def memory(self) -> Memory:
@@ -215,7 +215,7 @@ class _Rows:
         """Note rows in which an unprotected token has the score NaN."""
         self._group.lengths["nan"][self._which] |= ranking.broken.view(self._starts.shape[:2])
 
-    def _release(self, slots: Tensor) -> None:
+    def release(self, slots: Tensor) -> None:
         """Empty one slot per KV head, [n,H,1]."""
         chosen = torch.minimum(slots.view(self._starts.shape), self._counts - 1)  # of padding, it may be any slot
         memory = self._group.memory

@@ -13,6 +13,7 @@ from kv_runs import assert_alone, ended
 
 from kvbench import make_policy, preset_names
 from kvbench.cache import eviction as evict_module
+from kvbench.cache import group as group_module
 from kvbench.cache.cache import BudgetError
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
@@ -95,14 +96,19 @@ def test_in_sixteen_bits_too_a_prompt_is_the_same_whoever_else_reads_it(dtype: t
 def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
     model = prepare(tiny("llama"))
     policies = [make_policy("tova", 40), make_policy("snapkv", 40, decode="evict"), make_policy("knorm", 40)]
-    excess = evict_module.excess_of
+    excess, release = evict_module.excess_of, group_module.Rows.release
 
-    def broken(step: Any) -> int:
-        """SnapKV keeps too much."""
-        evicts = step.policy is not policies[1] or (where == "decode") != (step.phase == "decode")
-        return excess(step) if evicts else 0
+    def too_few(step: Any) -> int:
+        """SnapKV keeps too much of the prompt."""
+        return excess(step) if step.policy is not policies[1] else 0
 
-    with mock.patch.object(evict_module, "excess_of", broken):
+    def none(rows: Any, slots: torch.Tensor) -> None:
+        """SnapKV keeps every decoded token."""
+        if rows.policy is not policies[1]:
+            release(rows, slots)
+
+    parts = {"prompt": (evict_module, "excess_of", too_few), "decode": (group_module.Rows, "release", none)}
+    with mock.patch.object(*parts[where]):
         first = ended(model, [asked(64, 1)], policies)
     assert isinstance(first[1].error, BudgetError)
     assert "promised at most" in str(first[1].error)

@@ -74,7 +74,7 @@ def test_a_batch_holds_its_sequences_and_one_full_cache(model: PreTrainedModel) 
     assert LENGTH * token < full < 1.3 * LENGTH * token
     assert sum(BUDGETS) * len(POLICIES) * token < sum(lone) < 1.6 * sum(BUDGETS) * len(POLICIES) * token
     assert len(rows) == examples * len(policies)
-    assert max(held) <= 1.02 * examples * sum(lone)
+    assert max(held) <= 1.06 * examples * sum(lone)  # statistics of one policy have slots for the tokens of all
     assert prefills <= 1.2 * (examples * sum(lone) + full) + working
     assert max(peaks) <= max(held) + working
 
