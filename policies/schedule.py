@@ -35,8 +35,8 @@ class Schedule(ABC):
     order: `attend_then_evict` computes a step's attention before its eviction; `evict_then_attend` evicts first, and
     attention uses the kept tokens (CAOTE, eq. 5-7). late: the prompt is evicted after the first decoded token has
     attended to all of it.
-    rerotate: after an eviction, the kept keys are rotated to consecutive positions, and the next token follows them
-    (FINCH, arXiv 2408.00167).
+    rerotate: after an eviction of several tokens, the kept keys are rotated to consecutive positions, and the next
+    token follows them (FINCH, arXiv 2408.00167); a single evicted token leaves a gap.
     """
 
     decode: Literal["evict", "grow", "threshold"] = "evict"

@@ -1,33 +1,40 @@
-"""Count the files, functions and lines of kvbench that one decoded token enters.
+"""Count the files, functions and lines of kvbench that a token, a block and a run enter.
 
-python scripts/trace_path.py                # the token: pocket model, caote_snapkv, budget 64, evicting
-python scripts/trace_path.py --list         # the files, and the functions of each
+python scripts/trace_path.py                # pocket model, caote_snapkv, budget 64, evicting
+python scripts/trace_path.py --list         # the files of a token, and the functions of each
 
-The token takes both paths: on a CPU, and in the batch of a GPU, whose Triton kernels are interpreted. The last line
-counts their union. Modules and class bodies, which run once at import, are not counted as functions. A file counts once
-one of its functions is entered, with all of its lines.
+A token and a block of a prompt are traced with both backends, PyTorch and interpreted Triton, and the union is counted;
+a run is `kvbench` for one example. Modules and class bodies, which run once at import, are not counted as functions. A
+file counts once one of its functions is entered, with all of its lines. The last line counts files that ask for a
+device.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("kvbench", "policies", "kernels", "tasks", "hydra_plugins", "src")
-PROMPT, TOKENS = 200, 4
+PROMPT, BLOCK, TOKENS = 192, 32, 4
+DEVICE = re.compile(r"is_cpu|use_triton|on_host\(|INTERPRETED|is_cuda")
 
 Entered = dict[str, set[str]]
 
@@ -60,65 +67,92 @@ def _ours(file: str) -> str | None:
     return str(path.relative_to(ROOT)) if ours else None
 
 
-def token() -> Entered:
-    """One decoding step after others, so that everything that is made once is made."""
+def _prompt() -> tuple[Any, Any]:
+    """A model, and a cache whose prompt is complete up to its last block."""
     from kvbench import KVCache, make_policy
 
     model = AutoModelForCausalLM.from_pretrained(ROOT / "kvbench" / "pocket").eval()
     model.set_attn_implementation("kvbench")
-    cache = KVCache(model.config, make_policy("caote_snapkv", 64))
+    cache = KVCache(model.config, make_policy("caote_snapkv", 64, block=BLOCK), prompt_length=PROMPT)
     with torch.inference_mode():
-        model(torch.arange(PROMPT)[None], past_key_values=cache)
-        for _ in range(TOKENS):
-            model(torch.tensor([[7]]), past_key_values=cache)
-        return traced(lambda: model(torch.tensor([[7]]), past_key_values=cache))
+        for start in range(0, PROMPT - BLOCK, BLOCK):
+            model(torch.arange(start, start + BLOCK)[None], past_key_values=cache)
+    return model, cache
 
 
-def gpu_token() -> Entered:
-    """The same step in the batch of a GPU, in a process whose Triton kernels are interpreted."""
-    program = "import sys, json; sys.path.insert(0, sys.argv[1]); import trace_path; trace_path.print_gpu_token()"
-    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+@torch.inference_mode()
+def block() -> Entered:
+    """The last block of a prompt, whose budget is full."""
+    model, cache = _prompt()
+    return traced(lambda: model(torch.arange(PROMPT - BLOCK, PROMPT)[None], past_key_values=cache))
+
+
+@torch.inference_mode()
+def token() -> Entered:
+    """One decoding step after others, so that everything that is made once is made."""
+    model, cache = _prompt()
+    model(torch.arange(PROMPT - BLOCK, PROMPT)[None], past_key_values=cache)
+    for _ in range(TOKENS):
+        model(torch.tensor([[7]]), past_key_values=cache)
+    return traced(lambda: model(torch.tensor([[7]]), past_key_values=cache))
+
+
+def run() -> Entered:
+    """`kvbench` for one example, from the command to its row."""
+    from kvbench.cli import main as command
+
+    with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        words = ["policy=caote_snapkv", "budget=64", "limit=1", f"out={folder}"]
+        return traced(lambda: command(words))
+
+
+def interpreted(name: str) -> Entered:
+    """The same trace in a process whose Triton kernels are interpreted."""
+    program = (
+        "import sys, json; sys.path.insert(0, sys.argv[1]); import trace_path; trace_path.print_trace(sys.argv[2])"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parent), name]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     entered: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return {path: set(names) for path, names in entered.items()}
 
 
-def print_gpu_token() -> None:
-    """Trace the call of the model in a step of a batch; print the functions by file as JSON."""
-    from kvbench import make_policy
-    from kvbench.engine.batch import DecodeBatch
-    from kvbench.engine.sequence import Request
-
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, intermediate_size=32, **sizes)).eval()
-    model.set_attn_implementation("kvbench")
-    batch, policy = DecodeBatch(model), make_policy("caote_snapkv", 24, window=8)
-    batch.admit(Request(torch.arange(32)[None], max_new_tokens=2 * TOKENS), [policy])
-    for _ in range(TOKENS):
-        batch.step()
-    (cache,), tokens = batch.devices, torch.tensor([[7]])  # the batch of a GPU takes the steps
-    with torch.inference_mode():
-        entered = traced(lambda: model(tokens, position_ids=cache.positions.clone(), past_key_values=cache))
+def print_trace(name: str) -> None:
+    """Print the functions of a trace by file as JSON."""
+    entered = TRACES[name]()
     print(json.dumps({path: sorted(names) for path, names in entered.items()}))
+
+
+TRACES = {"token": token, "block": block}
+
+
+def both(name: str) -> Entered:
+    """The union of the traces with both backends."""
+    first, second = TRACES[name](), interpreted(name)
+    return {path: first.get(path, set()) | second.get(path, set()) for path in first.keys() | second.keys()}
+
+
+def asking() -> int:
+    """Number of files that ask for a device."""
+    files = [path for folder in OURS[:4] for path in (ROOT / folder).rglob("*.py")]
+    return sum(bool(DEVICE.search(path.read_text(encoding="utf-8"))) for path in {path.resolve() for path in files})
 
 
 def main() -> None:
     """Print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="every file with its functions")
+    parser.add_argument("--list", action="store_true", help="every file of a token with its functions")
     given = parser.parse_args()
-    parts = {"CPU": token(), "GPU, interpreted": gpu_token()}
-    union: defaultdict[str, set[str]] = defaultdict(set)
-    for part in parts.values():
-        for path, names in part.items():
-            union[path] |= names
+    found = {"token": both("token")}
     if given.list:
-        for path, names in sorted(union.items()):
+        for path, names in sorted(found["token"].items()):
             print(f"{path}: {', '.join(sorted(names))}")
-    for title, entered in [*parts.items(), ("together", dict(union))]:
+    found |= {"block": both("block"), "run": run()}
+    for title, entered in found.items():
         lines = sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in entered)
         print(f"{title}: {len(entered)} files, {sum(map(len, entered.values()))} functions, {lines} lines")
+    print(f"files that ask for a device: {asking()}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Layers of codes in groups in a `DeviceBatch`: their form there, and what the device has about their exact tokens.
+"""Layers of codes in groups in a table: their form there, and what the device has about their exact tokens.
 
 Shapes: L layers, P rows of a step, H_q query heads, H KV heads, D head dim.
 """

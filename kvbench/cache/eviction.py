@@ -149,7 +149,7 @@ def compact(
         return None
     kept = ranking.select(target if per_head is None else per_head)
     known = _merge(step, ranking, kept, None if per_head is not None else target, seen)
-    if policy.schedule.rerotate:
+    if policy.schedule.rerotate and not (step.phase == "decode" and excess == 1):
         assert seen is not None, "checked when the policy is built"
         close_gaps(held, kept, seen)
     if step.sequence.on_evict is not None:

@@ -122,7 +122,7 @@ class Store(ABC):
     """Whether keys and values are always the model's own."""
 
     replayable: ClassVar[bool] = False
-    """Whether CUDA graphs may record decoding steps: a `DeviceBatch` can hold the tokens."""
+    """Whether CUDA graphs may record decoding steps: a table can hold the tokens."""
 
     reopens: ClassVar[bool] = True
     """Whether tokens of a complete prompt can still be evicted, so that a cache can take another prompt."""
