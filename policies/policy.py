@@ -127,11 +127,6 @@ class Policy:
         """Whether tokens are evicted while decoding."""
         return self.evicts and self.schedule.decode != "grow"
 
-    @property
-    def evicts_one_each(self) -> bool:
-        """Whether each decoded token attends, and then one token of every KV head at its budget is evicted."""
-        return self.decoding_evicts and self.schedule.one_each
-
     @cached_property
     def needs(self) -> Needs:
         """The combined requirements of the parts; `window_decoding` is a number if the policy evicts."""

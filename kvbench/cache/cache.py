@@ -151,14 +151,17 @@ class KVCache(Cache):
         for table in self.tables:
             table.count(steps)
 
-    def release(self, sequence: Sequence) -> None:
-        """Remove a sequence from the cache; it has its own memory then."""
-        leave_tables([sequence])
-        self.sequences.remove(sequence)
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Remove sequences from the cache; each can be used by another cache then."""
+        leaving = list(sequences)
+        leave_tables(leaving)
+        for sequence in leaving:
+            self.sequences.remove(sequence)
 
     def _enter_tables(self, pads: bool = False) -> None:
         """Let all sequences that decode alike enter tables, one for each format of their stores."""
         self.tables = [table for table in self.tables if table.rows]
+        leave_tables([one for one in self.sequences if one.table not in (None, *self.tables)])  # those of other caches
         for table in self.tables:
             table.admit(self.sequences)
         while self._tabulates and any(one.table is None and can_join(one) for one in self.sequences):
@@ -497,7 +500,12 @@ class KVCache(Cache):
 
 
 def leave_tables(sequences: Iterable[Sequence]) -> None:
-    """Give sequences that decode in tables their layers back, in memory of their own."""
-    for sequence in sequences:
-        if sequence.table is not None:
-            sequence.table.free(sequence)
+    """Give sequences that decode in tables their layers back."""
+    leaving = [sequence for sequence in sequences if sequence.table is not None]
+    for table in {id(one.table): one.table for one in leaving if one.table is not None}.values():
+        own = [sequence for sequence in leaving if sequence.table is table]
+        if table.is_tight and len(own) == sum(row is not None for row in table.rows):
+            table.free_all()
+        for sequence in own:
+            if sequence.table is not None:
+                table.free(sequence)

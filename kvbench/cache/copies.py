@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence as List
 
-from kvbench.cache.cache import KVCache
+from kvbench.cache.cache import KVCache, leave_tables
 from kvbench.policies.policy import Policy
 
 
@@ -16,6 +16,7 @@ def empty_like(cache: KVCache) -> KVCache:
 
 def fork(cache: KVCache) -> KVCache:
     """A copy of a cache with its own tensors, so that each can continue with another question."""
+    leave_tables(cache.sequences)
     shared = [cache.config, *(part for one in cache.sequences for part in (one.policy, one.error))]
     return copy.deepcopy(cache, {id(part): part for part in shared})
 

@@ -17,7 +17,7 @@ def steps_alike(policy: Policy) -> bool:
         return False
     if not policy.decoding_evicts:
         return True
-    return policy.evicts_one_each and not (policy.needs.hidden or policy.schedule.rerotate)
+    return policy.schedule.one_each and not (policy.needs.hidden or policy.schedule.rerotate)
 
 
 def can_record(policy: Policy) -> bool:
@@ -59,9 +59,10 @@ def _shape(sequence: Sequence, layer: Layer) -> object:
             return None
         if not layer.recent.full or slots_to_grow(sequence, layer) < 0:
             return None
-        if policy.merger.remembers and not layer.memory:  # its thresholds begin with its first eviction
+        if policy.merger.needs.memory and not layer.memory:  # its thresholds begin with its first eviction
             return None
-    return *store.step_format[1:], store.starts is None, store.first.device
+    heads = store.first.shape[1] if store.starts is None else 0
+    return *store.step_format[1:], heads, store.first.device
 
 
 def format_of(sequence: Sequence) -> object:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbench.cache.layer import Layer
 from kvbench.policies.stores.slot_store import SlotStore
 
-EMPTY, PADDING, FIRST = 0, 1, 2  # slots: always empty, written by padding, the first one of sequences
+EMPTY, PADDING, RESERVED = 0, 1, 2  # slots of kernels: always empty, written by padding; the number of them
 
 
 def slot_store(layer: Layer) -> SlotStore:
@@ -29,23 +29,29 @@ class FlatMemory:
 
     tensors: keys and values, or their codes, of each layer by name, [N,...] or shorter. positions [L,N] int32, -1 =
     empty; statistics [L,N,G'] by name and G'; weights [L,N,G]: attention of the newest queries, if a policy uses it.
-    offsets [L,1,1]: of the layers in these tensors. growth: how many times as large new memory is at least. version:
-    changes with the addresses.
+    offsets [L,1,1]: of the layers in these tensors. growth: how many times as large new memory is at least. reserved:
+    number of slots before those of sequences. version: changes with the addresses.
     """
 
-    def __init__(self, layers: int, growth: float) -> None:
+    def __init__(self, layers: int, growth: float, reserved: int) -> None:
         self.tensors: list[dict[str, Tensor]] = []
-        self.positions = torch.full((layers, FIRST), -1, dtype=torch.int32)
+        self.positions = torch.full((layers, reserved), -1, dtype=torch.int32)
         self.offsets = torch.zeros(layers, 1, 1, dtype=torch.long)
         self.statistics: dict[tuple[str, int], Tensor] = {}
         self.weights: Tensor | None = None
         self.version = 0
-        self._growth = growth
+        self._growth, self._reserved = growth, reserved
         self._held: list[dict[Layer, range]] = [{} for _ in range(layers)]
 
     def start(self, layer: Layer) -> int:
         """The first slot of a sequence in a layer."""
         return self._held[layer.index][layer].start
+
+    @property
+    def used_share(self) -> float:
+        """The share of the slots of the first layer that sequences have."""
+        size = len(next(iter(self.tensors[0].values()))) if self.tensors else 0
+        return sum(map(len, self._held[0].values())) / max(size, 1)
 
     def collect_weights(self, heads: int) -> None:
         """Store the attention of the newest queries, of `heads` query heads per KV head, from now on."""
@@ -58,10 +64,11 @@ class FlatMemory:
         if index == len(self.tensors):
             self.positions = self.positions.to(first.first.device)
             dims = 3 if first.starts is None else 1
-            empty = {name: x.new_zeros(FIRST, *x.shape[dims:]) for name, x in first.token_memory.items()}
+            empty = {name: x.new_zeros(self._reserved, *x.shape[dims:]) for name, x in first.token_memory.items()}
             self.tensors.append(empty)
         for layer in layers:
-            new[layer] = _gap([*held.values(), *new.values()], slot_store(layer).capacity)
+            taken = [*held.values(), *new.values()]
+            new[layer] = _gap(taken, slot_store(layer).capacity, self._reserved)
         end = max(slots.stop for slots in new.values())
         size = len(next(iter(self.tensors[index].values())))
         if end > size:
@@ -123,9 +130,8 @@ class FlatMemory:
         layer.store = store.with_memory(memory, store.free)
 
 
-def _gap(taken: List[range], slots: int) -> range:
-    """The first range of free slots; it may exceed the memory."""
-    begin = FIRST
+def _gap(taken: List[range], slots: int, begin: int) -> range:
+    """The first range of free slots, from slot `begin` on; it may exceed the memory."""
     for other in sorted(taken, key=lambda other: other.start):
         if begin + slots <= other.start:
             break

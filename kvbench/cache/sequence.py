@@ -32,6 +32,17 @@ class Holder(Protocol):
     def free(self, sequence: "Sequence") -> None:
         """Give a sequence its layers back, in memory of their own."""
 
+    def free_all(self) -> None:
+        """Give all sequences their layers back."""
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether all sequences that leave together can keep the memory."""
+
+    @property
+    def rows(self) -> "List[Sequence | None]":
+        """The sequences, and None for padding."""
+
 
 class Sequence:
     """One example under one policy.
@@ -235,7 +246,7 @@ class Sequence:
         """Count decoding steps of its table: one token in each."""
         self.seen += steps
         self.columns += steps
-        self.before = self.columns
+        self.before, self._last = self.columns, 1
 
     def place(self, span: Span, device: torch.device) -> tuple[Tensor, Tensor]:
         """The positions [1,m] of a step, and the number of tokens after it [1], once for all layers."""

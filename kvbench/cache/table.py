@@ -42,6 +42,8 @@ from kvbench.policies.stores.token_codes import TokenCodeLayer
 
 LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance", *STATE
 
+TIGHT = 0.9  # share of flat memory above which sequences that leave together keep it
+
 State = dict[str, Tensor]
 """What the device has about the row of a sequence, [L or 1,...] by name: `LENGTHS`, windows and memory of parts."""
 
@@ -86,7 +88,7 @@ class Table:
 
     def _clear(self) -> None:
         self.backend: Backend | None = None
-        self._memory = FlatMemory(self._layers, 1.0)
+        self._memory = FlatMemory(self._layers, 1.0, 0)
         self._new = self._gone = torch.zeros(0)
         self.format: object = None  # of the layers; one for all sequences
         self._codecs: list[Coding | None] = []  # of the layers; None: keys and values as they are
@@ -145,11 +147,22 @@ class Table:
         with torch.inference_mode(self.positions.is_inference()):  # only in that mode, such tensors can be changed
             self._free(self._members[sequence])
 
-    def _free(self, member: Member) -> None:
+    @property
+    def is_tight(self) -> bool:
+        """Whether nearly all of the flat memory is that of its sequences, so that they can stay there."""
+        return self._memory.used_share > TIGHT
+
+    def free_all(self) -> None:
+        """Return the layers of all sequences, which stay where they are: no sequence takes their slots any more."""
+        for sequence in list(self._members):
+            with torch.inference_mode(self.positions.is_inference()):
+                self._free(self._members[sequence], copies=False)
+
+    def _free(self, member: Member, copies: bool = True) -> None:
         sequence = member.sequence
         self.update(sequence)
         state = {name: x.clone() for name, x in self._state(member.row)}
-        self._return(member)
+        self._return(member, copies)
         for layer in member.layers:
             self._memory.release(layer, last=len(self._members) == 1)
             self._bind_layer(layer, state)
@@ -179,7 +192,7 @@ class Table:
                     sequence.note_bytes(layer.index)
         if self.backend is None:
             self.backend = attend.backend_of(slot_store(sequences[0].layers[0]).like)
-            self._memory = FlatMemory(self._layers, self.backend.growth)
+            self._memory = FlatMemory(self._layers, self.backend.growth, self.backend.reserved)
         for index in range(self._layers):
             self._memory.hold(index, [sequence.layers[index] for sequence in sequences])
         states = {}
@@ -221,15 +234,17 @@ class Table:
         member.kind, member.row = now.kind, -1
         return {sequence: state}
 
-    def _return(self, member: Member) -> None:
-        """Give the layers of a sequence copies of their stores, as they would be without the table."""
+    def _return(self, member: Member, copies: bool) -> None:
+        """Give the layers of a sequence their stores, as they would be without the table; copies: of all tensors."""
         pairs = []
         for layer in member.layers:
             if from_slots(member.sequence, layer):
                 continue
             store, row = slot_store(layer), (layer.index, member.row)
-            memory = {name: torch.empty_like(x) for name, x in store.memory.items()}
-            pairs += [(memory[name], x) for name, x in store.memory.items()]
+            memory = dict(store.memory)
+            if copies:
+                memory = {name: torch.empty_like(x) for name, x in store.memory.items()}
+                pairs += [(memory[name], x) for name, x in store.memory.items()]
             free = None if store.free is None else self.lengths["free"][row].clone()[None, :, None]
             counts = None if store.counts is None else self.lengths["counts"][row].clone()[None]
             layer.store = store.with_memory(memory, free, counts)
@@ -251,7 +266,10 @@ class Table:
             row = layer.index, member.row
             free = self.lengths["free"][row][None, :, None] if taken == grow else None
             counts = None if store.counts is None else self.lengths["counts"][row][None]
+            fills = free is not None and store.free is None
             store.grown(member.used[layer.index], taken, free, counts)
+            if fills:
+                sequence.note_bytes(layer.index)
 
     def _new_state(self, sequence: Sequence, layers: List[Layer]) -> State:
         """The state of a sequence whose slots are in the flat memory, from its layers."""

@@ -204,9 +204,8 @@ class DecodeBatch:
         """Remove sequences from the batch; each has its own cache then."""
         for sequence in sequences:
             self.sequences.remove(sequence)
-            for cache in self._caches:
-                if sequence.held in cache.sequences:
-                    cache.release(sequence.held)
+        for cache in self._caches:
+            cache.release([one.held for one in sequences if one.held in cache.sequences])
 
 
 def _new_sequence(request: Request, policy: Policy) -> LiveSequence:

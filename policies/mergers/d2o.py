@@ -16,6 +16,7 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.references import LOGITS_AT_ONCE_GPU, widen
 from kvbench.policies.checks import check_choices, number
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, Vectors
+from kvbench.policies.needs import Needs
 from kvbench.policies.stores.slots import padded, spread_index, take
 
 SIMILARITIES_AT_ONCE = 2**19  # 2 MiB of float32: similarities are computed for some evicted tokens at a time
@@ -162,8 +163,8 @@ class ThresholdedMerge(Merger):
             )
 
     @property
-    def remembers(self) -> bool:
-        return self.ema
+    def needs(self) -> Needs:  # type: ignore[override]
+        return Needs(memory=self.ema)
 
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
         (kept, evicted), whole = eviction.in_order, eviction.sizes is not None  # whole: there is no padding

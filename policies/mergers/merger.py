@@ -134,15 +134,11 @@ class Merger:
 
     needs: ClassVar[Needs] = Needs()
     """Inputs besides keys, values and positions: the layer index, running statistics of the scorer, the newest queries
-    (`Eviction.seen`); and whether the merger gives slots a bias."""
+    (`Eviction.seen`); whether the merger gives slots a bias, and whether it has data per layer once it has
+    evicted."""
 
     merges: ClassVar[bool] = True
     """Whether kept keys or values may change at an eviction."""
-
-    @property
-    def remembers(self) -> bool:
-        """Whether `memory` has data from the first eviction on."""
-        return False
 
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
         """Return new contents of kept slots, or None if nothing changes. May update only `memory`."""

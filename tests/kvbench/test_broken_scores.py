@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, ScoreError, make_policy
-from kvbench.cache import rows
+from kvbench.cache import eviction
+from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
-from kvbench.engine import batch as engine
+from kvbench.cache.joining import can_join
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
@@ -81,7 +82,7 @@ def test_a_broken_score_ends_only_its_own_sequence(at: int) -> None:
 
 def test_a_decoding_step_on_a_gpu_does_not_read_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """It flags them on the device. The audit reads the flags, although the token was evicted since."""
-    monkeypatch.setattr(rows, "READ_AT_ONCE", ())
+    monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
     running = model()
     cached = KVCache(running.config, policy(at=LENGTH + 1))
     with torch.inference_mode():
@@ -96,10 +97,11 @@ def test_a_decoding_step_on_a_gpu_does_not_read_its_scores(monkeypatch: pytest.M
     cached.audit()  # the error was reported
 
 
-@pytest.mark.parametrize("at_once", [False, True], ids=["sequence by sequence", "all at once"])
+@pytest.mark.parametrize("at_once", [False, True], ids=["general path", "table"])
 def test_flags_of_a_gpu_end_their_own_sequence(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "READ_AT_ONCE", ())
-    monkeypatch.setattr(engine, "use_triton", lambda x: at_once)
+    monkeypatch.setattr(eviction, "READ_AT_ONCE", ())
+    monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
+    monkeypatch.setattr("kvbench.cache.cache.can_join", lambda sequence: at_once and can_join(sequence))
     running, good = model(), make_policy("knorm", BUDGET, decode="evict")
     alone = generate_tokens(running, asked(1).input_ids, good, max_new_tokens=6)
     flight = DecodeBatch(running)

@@ -76,7 +76,7 @@ def test_a_batch_holds_its_sequences_and_one_full_cache(model: PreTrainedModel) 
     assert len(rows) == examples * len(policies)
     assert max(held) <= 1.06 * examples * sum(lone)  # statistics of one policy have slots for the tokens of all
     assert prefills <= 1.2 * (examples * sum(lone) + full) + working
-    assert max(peaks) <= max(held) + working
+    assert max(peaks) <= 1.3 * max(held) + working  # sequences enter a table one layer after another
 
 
 @pytest.mark.parametrize("slug", ["kivi", "ada_snapkv", "d2o", "gemfilter"])

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from kv_models import prompt, tiny
+from kv_runs import kept_now
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -93,9 +94,7 @@ def test_a_continuation_is_rated_as_by_a_cache_that_is_fed_token_by_token(slug: 
         single = continuation_scores(model(), PROMPT, CONTINUATION, policy)
     close(scored.logprobs, single.logprobs)
     assert scored.greedy.tolist() == single.greedy.tolist()
-    assert [x.positions.sort().values.tolist() for x in scored.cache.layers] == [
-        x.positions.sort().values.tolist() for x in single.cache.layers
-    ]
+    assert kept_now(scored.cache) == kept_now(single.cache)
     if policy.pre_pass is None:
         slow = fed_one_by_one(policy, IDS, PROMPT.shape[1], whole_prompt=True)
         close(single.logprobs, slow[PROMPT.shape[1] - 1 :])

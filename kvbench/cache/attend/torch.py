@@ -28,6 +28,7 @@ class TorchBackend(Backend):
 
     workspace = 2**23
     growth = 1.0
+    reserved = 0
     reads_at_once = True
     reads_groups = False
     evicts_codes = True

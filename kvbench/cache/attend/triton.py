@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.cache.attend.backend import Backend, GroupSlots, LayerStep, Segments
 from kvbench.cache.device_groups import ring_of
 from kvbench.cache.layer import Layer
-from kvbench.cache.memory import EMPTY, FlatMemory
+from kvbench.cache.memory import EMPTY, RESERVED, FlatMemory
 from kvbench.kernels.decode import decode_attention_flat
 from kvbench.policies.mergers.merger import Vectors
 from kvbench.policies.observation import known_weights
@@ -27,6 +27,7 @@ class TritonBackend(Backend):
 
     workspace = 2**29
     growth = 1.5
+    reserved = RESERVED
     reads_at_once = False
     reads_groups = True
     evicts_codes = False
