@@ -192,6 +192,8 @@ class Task(ABC):
     the model's context is handled: "refuse" is an error, "middle" keeps its first and last halves, "left" the end
     of its text, with BOS and the opening of the chat template.
     max_new_tokens: the longest answer; None uses the benchmark's value, which may differ between examples.
+    divergence: feed the full cache's own answer (or given tokens, after prompt_tokens) to every policy, and compare the
+    distributions of every next token with those of the full cache. There is no score then.
     """
 
     named_by: ClassVar[str | None] = None
@@ -218,6 +220,7 @@ class Task(ABC):
     min_new_tokens: int = 0
     max_new_tokens: int | None = None
     truncation: str = "refuse"
+    divergence: bool = False
 
     def __post_init__(self) -> None:
         for item in fields(self):  # YAML and the command line give lists; frozen tasks hold tuples
@@ -229,6 +232,7 @@ class Task(ABC):
         if not self.name.strip() or not self.name.isprintable():
             raise ConfigError("name", self.name, why="is not allowed, it must be a word that tables can show")
         choice("truncation", self.truncation, *TRUNCATIONS)
+        choice("divergence", self.divergence, True, False)
         whole_number("min_new_tokens", self.min_new_tokens, 0)
         if self.max_new_tokens is not None:
             whole_number("max_new_tokens", self.max_new_tokens, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from numbers import Real
 from pathlib import Path
@@ -41,6 +42,7 @@ def evaluate(
     block: float | None = None,
     decode: str | None = None,
     compress: str = "prompt",
+    divergence: bool = False,
     seed: int = 0,
     batch: int | None = None,
     dtype: str = "auto",
@@ -52,10 +54,11 @@ def evaluate(
     """Run every task with every policy at every budget, as the command line does: each example is audited.
 
     model: an object with its `tokenizer`, or a name: of conf/model, of a folder, of the Hub. policies, tasks: names, or
-    objects, which have their own budget, schedule and other fields. budgets: tokens per KV head per layer on average,
-    or below 1 a share of the prompt. batch: maximum number of sequences in a batch (`engine.rows`); None: as memory
-    allows, 1: unbatched, with timings. out: the folder of the runs, which are continued there; the results have the
-    first `limit` examples, a run keeps the others. None: a temporary folder, removed with the results. fields: any
+    objects, which have their own budget, schedule and other fields. divergence: compare every policy with the full
+    cache, token by token, instead of scoring answers (the field of a task). budgets: tokens per KV head per layer on
+    average, or below 1 a share of the prompt. batch: maximum number of sequences in a batch (`engine.rows`); None: as
+    memory allows, 1: unbatched, with timings. out: the folder of the runs, which are continued there; the results have
+    the first `limit` examples, a run keeps the others. None: a temporary folder, removed with the results. fields: any
     other field of the command line: `**{"policy.scorer.window": 16}`. Raises ValueError for a wrong value, if possible
     before anything is computed. The first error of a run is raised after all other runs have ended.
     """
@@ -78,16 +81,23 @@ def evaluate(
     lists = [_listed("tasks", tasks, Task), _listed("policies", policies, Policy), _listed("budgets", budgets, Real)]
     folders = own_folders(config_dir)
     called: str | Path = given_name(model) if isinstance(model, PreTrainedModel) else model
-    configs = [
-        run_config(called, policy, task, folders, given, **{**settings, "budget": budget})
-        for task, policy, budget in product(*lists)
-    ]
+    configs = []
+    for task, policy, budget in product(*lists):
+        own, more = _compared(task, divergence)
+        configs.append(run_config(called, policy, own, folders, given, **{**settings, **more, "budget": budget}))
     runs = [build_run(config) for config in configs]
     for run in runs if temporary is None else ():
         check_files([run.identity["policy"], run.identity["task"]])
     _compute(runs, given)
     rows = [read_result(run.folder, run.limit, whole=temporary is not None) for run in runs]
     return Results(rows, runs[0].out, in_order=False, owned=temporary)
+
+
+def _compared(task: Task | str, divergence: bool) -> tuple[Task | str, dict[str, Any]]:
+    """The task with `divergence`, and the settings of a run for it."""
+    if not divergence:
+        return task, {}
+    return (task, {"task.divergence": True}) if isinstance(task, str) else (replace(task, divergence=True), {})
 
 
 def _check_names(fields: Iterable[str]) -> None:

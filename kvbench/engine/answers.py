@@ -30,7 +30,7 @@ from kvbench.models.prompt import Prompt
 from kvbench.models.tokens import Encoder
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
-from kvbench.results.samples import KeptHeads, Sample, kept_heads, kept_spans
+from kvbench.results.samples import Divergence, KeptHeads, Sample, kept_heads, kept_spans
 from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling
 
@@ -76,7 +76,8 @@ def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
         encoder=Encoder(tokenizer),
         sampler=_sampler(run, prompt),
         turns=prompt.turns,
-        dictated=prompt.dictated,
+        dictated=prompt.given or prompt.dictated,
+        given=bool(prompt.given),
         example=(run.seed, prompt.draw),
         parts=tuple(sorted(first for parts in prompt.spans.values() for first, _ in parts)),
         protected=tuple(sorted(part for name in task.protects for part in prompt.spans.get(name, ()))),
@@ -95,6 +96,8 @@ def _ending(run: Run, prompt: Prompt) -> Ending:
 def _sampler(run: Run, prompt: Prompt) -> Callable[[], TokenSampler] | None:
     """What makes the sampler of an example; None: greedy decoding."""
     sampling, sample, own = run.sampling, prompt.sample or 0, prompt.example.sampling
+    if run.task.divergence:
+        return None
     if sampling is None and own is not None:
         sampling = Sampling(**own)
     if sampling is None or sampling.greedy:
@@ -104,17 +107,26 @@ def _sampler(run: Run, prompt: Prompt) -> Callable[[], TokenSampler] | None:
 
 # --- samples ---------------------------------------------------------------------------------------------------------
 def answered(
-    run: Run, prompt: Prompt, tokens: Sequence[int], cache: KVCache | PressedCache, decode_steps: int
+    run: Run,
+    prompt: Prompt,
+    tokens: Sequence[int],
+    cache: KVCache | PressedCache,
+    decode_steps: int,
+    compared: Callable[[str], Divergence] | None = None,
 ) -> Sample:
-    """The sample of an example with a generated answer, without the fields about the batch in which it was computed."""
+    """The sample of an example with a generated answer, without the fields about the batch in which it was computed.
+
+    compared: makes the divergence of an answer that was fed to the policy; it has no score.
+    """
     generated = list(tokens[len(prompt.dictated) :])
     ending = _ending(run, prompt)
     stopped = decode_steps == len(tokens) or ending.reached(generated)  # EOS takes a step and is not a token
     own_history = prompt.own and isinstance(cache, KVCache)  # then earlier answers of the model count too
     processed = cache.seen if own_history else len(prompt.ids) + decode_steps
+    text = ending.text(generated)
     return replace(
         blank(prompt),
-        **scored(run, ending.text(generated), prompt),
+        **(scored(run, text, prompt) if compared is None else {"divergence": compared(text)}),
         **_cache_fields(run, cache, processed, decode_steps),
         generated_tokens=len(generated),
         finish_reason="stop" if stopped else "length",

@@ -20,6 +20,7 @@ from kvbench.cache.families import layout_of
 from kvbench.cache.joining import can_join, can_record
 from kvbench.cache.pre_passes import rate
 from kvbench.engine.cuda_graph import Recorder
+from kvbench.engine.divergence import Comparison
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompt
 from kvbench.engine.recorded_blocks import BlockRecorder
@@ -46,8 +47,8 @@ class DecodeBatch:
 
     @property
     def in_flight(self) -> int:
-        """Number of sequences that are being decoded."""
-        return len(self.sequences)
+        """Number of sequences that are being decoded, without the references of comparisons."""
+        return sum(not sequence.is_reference for sequence in self.sequences)
 
     @property
     def nbytes(self) -> int:
@@ -90,20 +91,31 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def admit_questions(
-        self, requests: Sequence[Request], policies: Sequence[Policy], histories: Sequence[History | None] = ()
+        self,
+        requests: Sequence[Request],
+        policies: Sequence[Policy],
+        histories: Sequence[History | None] = (),
+        reference: Policy | None = None,
     ) -> list[list[LiveSequence]]:
         """Admit questions about one context, or samples of one prompt (`shares_prompt`), with one prefill.
 
         histories: for a turn of a conversation, the turns before it under each policy; they are continued in place.
+        reference: compare all sequences with a sequence of this policy (`engine.divergence`). It has the first of the
+        histories, is part of the batch until the others have finished, and is not returned.
         """
         assert all(map(self.can_admit, requests))
         assert all(self.shares_prompt(requests[0], request) for request in requests[1:])
+        policies = policies if reference is None else [reference, *policies]
         sequences = [[_new_sequence(request, policy) for policy in policies] for request in requests]
+        comparisons = [Comparison(first, others) for first, *others in sequences if reference is not None]
         for sequence, history in zip(sequences[0], histories, strict=False):
             sequence.history = history
         prefill_prompt(self._model, sequences, self._blocks)
+        for comparison in comparisons:
+            comparison.advance()
         self.start(chain(*sequences))
-        return sequences
+        self.drop([])
+        return sequences if reference is None else [others for _, *others in sequences]
 
     def admit_each(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
         """Admit any requests, with one prefill if they share their prompt."""
@@ -137,6 +149,7 @@ class DecodeBatch:
             for cache in self._caches:
                 if cache.sequences:
                     self._decode(cache)
+            _compare(self.sequences)
         except Exception as error:  # the caches are in the middle of a call
             self._cache = self._recorded = None
             for sequence in self.sequences:
@@ -145,7 +158,7 @@ class DecodeBatch:
         self.drop(ended)
         for sequence in ended:
             _audit(sequence)
-        return ended
+        return [sequence for sequence in ended if not sequence.is_reference]
 
     def _separate(self, cache: KVCache) -> None:
         """Move the sequences whose steps can be recorded into a cache of their own."""
@@ -177,8 +190,11 @@ class DecodeBatch:
             prefill_prompt(self._model, [[sequence]])
             if sequence.error is None:
                 sequence.held.peak_nbytes = max(peak, sequence.held.peak_nbytes)
+        _compare([*sequences, *self.sequences])
         self.start(sequences)
-        return [sequence for sequence in sequences if sequence.done]
+        ended = [sequence for sequence in self.sequences if sequence.done]
+        self.drop(ended)
+        return [one for one in dict.fromkeys([*sequences, *ended]) if one.done and not one.is_reference]
 
     def _decode(self, cache: KVCache) -> None:
         """One call of the model for the sequences of a cache."""
@@ -201,11 +217,14 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def drop(self, sequences: Collection[LiveSequence]) -> None:
-        """Remove sequences from the batch; each has its own cache then."""
-        for sequence in sequences:
-            self.sequences.remove(sequence)
+        """Remove sequences from the batch, and references without others; each has its own cache then."""
+        gone = {*sequences}
+        compared = {one.comparison for one in self.sequences if not (one.is_reference or one in gone)}
+        idle = [one for one in self.sequences if one.is_reference and one.comparison not in compared]
+        gone.update(idle)
+        self.sequences[:] = [sequence for sequence in self.sequences if sequence not in gone]
         for cache in self._caches:
-            cache.release([one.held for one in sequences if one.held in cache.sequences])
+            cache.release([one.held for one in gone if one.cache is not None and one.held in cache.sequences])
 
 
 def _new_sequence(request: Request, policy: Policy) -> LiveSequence:
@@ -216,6 +235,12 @@ def _new_sequence(request: Request, policy: Policy) -> LiveSequence:
     if policy.schedule.protect == "span":
         policy = replace(policy, schedule=replace(policy.schedule, spans=request.protected))
     return LiveSequence(request, policy)
+
+
+def _compare(sequences: Sequence[LiveSequence]) -> None:
+    """Let the comparisons of sequences that took a step choose their next tokens."""
+    for comparison in {one.comparison: None for one in sequences if one.comparison is not None}:
+        comparison.advance()
 
 
 def _audit(sequence: LiveSequence) -> None:

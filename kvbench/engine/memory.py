@@ -57,9 +57,16 @@ class MemoryPlanner:
         """
         most = self._limit or max(DEFAULT_SEQUENCES, len(runs))
         run = runs[0].run
-        room = (1 - MARGIN) * free(run.device) - max(0, sum(self._expects(*one) for one in in_flight) - nbytes)
+        held = sum(self._expects(*one) for one in in_flight)
+        held += sum(reference_bytes(run, prompt) for prompt in {id(prompt): prompt for _, prompt in in_flight}.values())
+        room = (1 - MARGIN) * free(run.device) - max(0, held - nbytes)
         room -= self._prefill * run.checkpoint.full_cache_bytes(len(prompts[0].ids))
-        expected = accumulate(self._expects(run, prompt) for prompt in prompts for run in runs)
+        each = (
+            self._expects(one, prompt) + reference_bytes(run, prompt) * (one is runs[0])
+            for prompt in prompts
+            for one in runs
+        )
+        expected = accumulate(each)
         count = sum(total <= room for total in islice(expected, max(0, most - len(in_flight))))
         if in_flight:
             return count if count >= min(len(runs), most) else 0
@@ -92,6 +99,11 @@ def sequence_bytes(run: Run, prompt: Prompt) -> int:
     tokens = prompt.tokens + prompt.most_new_tokens
     kept = ceil(run.checkpoint.full_cache_bytes(tokens) * _kept_share(run, prompt.length, tokens))
     return kept + run.checkpoint.state_bytes
+
+
+def reference_bytes(run: Run, prompt: Prompt) -> int:
+    """Bytes of the full cache with which the sequences of an example are compared (task.divergence), if they are."""
+    return run.checkpoint.full_cache_bytes(prompt.tokens + prompt.most_new_tokens) if run.task.divergence else 0
 
 
 def _kept_share(run: Run, length: int, tokens: int) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from kvbench.cache.families import layout_of
 from kvbench.config.parts import refusing_in
+from kvbench.engine.divergence import check_divergence, given_answer
 from kvbench.engine.teacher_forcing import policy_for
 from kvbench.errors import UsageError, refusing
 from kvbench.models.prompt import Prompt
@@ -63,7 +64,8 @@ def prompts_for(runs: Sequence[Run]) -> Prompts:
             plain = PlainTokenizer(tokenizer)
             examples = run.task.examples(plain, run.seed, limit)
             for example in progress(examples, "prompts", limit):
-                prompts.made += _each_sample(maker.make(example), run.samples)
+                prompt = maker.make(example)
+                prompts.made += _each_sample(given_answer(prompt) if run.task.divergence else prompt, run.samples)
         if not prompts.made:
             raise UsageError(f"task {run.task.name} has no examples")
         _warn_if_answers_are_cut(run, plain, prompts.made[0])
@@ -127,6 +129,8 @@ def in_batch(run: Run, prompt: Prompt) -> bool:
 
 def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
     """Raise UsageError if a run's policy or sampling cannot be used with its prompts."""
+    if run.task.divergence:
+        check_divergence(run, prompts)
     sampling = None if run.sampling is None or run.sampling.greedy else run.sampling
     if sampling is not None and not any(map(is_generated, prompts)):
         raise UsageError(

@@ -30,6 +30,7 @@ from kvbench.engine.answers import (
     units,
 )
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.divergence import full_cache
 from kvbench.engine.logits import now
 from kvbench.engine.memory import MemoryPlanner, peak, reset_peak
 from kvbench.engine.pace import Pace, Work
@@ -101,7 +102,8 @@ class Scheduler:
         self._waiting = deque(one_by_one(items) if limit == 1 else items)
         self._in_flight: dict[LiveSequence, _InFlight] = {}
         self._starts: dict[int, float] = {}  # of examples, by index
-        self._histories: dict[tuple[int, RunWriter, int | None], History] = {}  # by conversation, run and sample
+        # by conversation, run (None: the reference of comparisons) and sample
+        self._histories: dict[tuple[int, RunWriter | None, int | None], History] = {}
 
     def _new_batch(self) -> DecodeBatch:
         return DecodeBatch(self._loaded.model, self._graph, strict=False)
@@ -195,7 +197,9 @@ class Scheduler:
         starts = [self._starts.setdefault(one.index, start) for one in some]
         try:
             policies = [policy_for(run.run.policy, first.prompt) for run in runs]
-            sequences = self._batch.admit_questions(requests, policies, histories)
+            reference = full_cache() if run.task.divergence else None
+            before_it = [] if reference is None else [self._history(first, None)]
+            sequences = self._batch.admit_questions(requests, policies, [*before_it, *histories], reference)
         except Exception as error:
             self._fail(error, [(run, one.prompt) for one in some for run in runs])
             return
@@ -210,8 +214,10 @@ class Scheduler:
                 known = one.prompt.known if one is first else 0
                 recomputed = known if history is None else history.recomputed
                 self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed, start)
-                if sequence.history is not None and sequence.error is None:
-                    self._histories[one.conversation, writer, one.prompt.sample] = sequence.history
+                own = None if sequence.comparison is None else sequence.comparison.reference
+                for key, kept in ((writer, sequence), (None, own)):
+                    if kept is not None and kept.history is not None and kept.error is None:
+                        self._histories[one.conversation, key, one.prompt.sample] = kept.history
         in_flight = self._batch.in_flight
         for sequence, flight in self._in_flight.items():
             flight.most_in_flight = max(flight.most_in_flight, in_flight + sequence.done)
@@ -219,7 +225,7 @@ class Scheduler:
         self._advance(0, f"{in_flight} sequences, prefill")
 
     # --- conversations ---------------------------------------------------------------------------------------------
-    def _history(self, item: WorkItem, run: RunWriter) -> History | None:
+    def _history(self, item: WorkItem, run: RunWriter | None) -> History | None:
         """The turns before this one under a run's policy, if they were computed. Histories of others are freed."""
         self._histories = {key: one for key, one in self._histories.items() if key[0] == item.conversation}
         found = self._histories.pop((item.conversation, run, item.prompt.sample), None)
@@ -328,7 +334,8 @@ def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
     assert sequence.cache is not None
     run, prompt, seconds = flight.run.run, flight.prompt, flight.decode_seconds
     if sequence.scores is None:
-        sample = answered(run, prompt, sequence.tokens, sequence.cache, sequence.decode_steps)
+        compared = None if sequence.comparison is None else partial(sequence.comparison.result, sequence)
+        sample = answered(run, prompt, sequence.tokens, sequence.cache, sequence.decode_steps, compared)
     else:
         sample, seconds = likelihood_of(run, prompt, sequence.policy, sequence.scores), sequence.scores.seconds
     sample = replace(
@@ -337,7 +344,7 @@ def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
         shared_prefill=sequence.sharing,
         rows_in_flight=flight.most_in_flight,
     )
-    if not flight.alone:
+    if not flight.alone or sequence.comparison is not None:  # with the full cache beside it
         return sample
     return replace(
         sample,

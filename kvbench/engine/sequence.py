@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from kvbench.engine.scores import Scores
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
 from kvbench.run.run_config import Sampling
+
+if TYPE_CHECKING:
+    from kvbench.engine.divergence import Comparison
 
 
 class TokenSampler:
@@ -45,9 +48,10 @@ class Request:
     encoder: tokenizer for policies whose pre-pass contains text (KVzip). stop: ends the answer when it is true for the
     tokens generated so far. sampler: makes the random numbers of one answer; None: greedy decoding. turns: number of
     prompt tokens of each turn of a conversation, of which the last turn is answered. dictated: tokens with which the
-    answer begins; they count towards max_new_tokens and min_new_tokens. example: seed of the run and index of the
-    example, for policies that use random numbers; None: their own seed. parts: positions of the first tokens of the
-    parts of the prompt that the task names. protected: positions [first, end) of the parts that protect=span keeps.
+    answer begins; they count towards max_new_tokens and min_new_tokens. given: they are the whole answer. example: seed
+    of the run and index of the example, for policies that use random numbers; None: their own seed. parts: positions of
+    the first tokens of the parts of the prompt that the task names. protected: positions [first, end) of the parts that
+    protect=span keeps.
     target: tokens [1,M] after the prompt, which are scored; no answer follows. report: called with the number of
     tokens, over all sequences, after the prompt and after every call that scores some. next_turn: what the next turn
     continues from: "golden": a copy of the cache before the answer; "own": the cache after the answer; None: no turn
@@ -65,6 +69,7 @@ class Request:
     sampler: Callable[[], TokenSampler] | None = None
     turns: tuple[int, ...] = ()
     dictated: tuple[int, ...] = ()
+    given: bool = False
     example: tuple[int, int] | None = None
     parts: tuple[int, ...] = ()
     protected: tuple[tuple[int, int], ...] = ()
@@ -124,6 +129,7 @@ class LiveSequence:
     answer without EOS. complete: the answer has ended. error: the exception that ended it early; the other fields are
     then undefined. logits: [1,V] after the last token, for policies that rate tokens. history: of a conversation: the
     turns before this one; after the prefill, what the next turn continues from. scores: of the request's target.
+    comparison: chooses its tokens together with those of the full cache, with which it is compared.
     """
 
     request: Request
@@ -138,6 +144,7 @@ class LiveSequence:
     logits: Tensor | None = field(default=None, repr=False)
     history: History | None = None
     scores: Scores | None = None
+    comparison: "Comparison | None" = None
 
     def __post_init__(self) -> None:
         self.sampler = None if self.request.sampler is None else self.request.sampler()
@@ -147,6 +154,11 @@ class LiveSequence:
         """The contents of its cache."""
         assert self.cache is not None
         return self.cache.sequence
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether other sequences are compared with it, so that its own sample is of no use."""
+        return self.comparison is not None and self.comparison.reference is self
 
     @property
     def done(self) -> bool:
@@ -170,6 +182,7 @@ class LiveSequence:
         request = self.request
         if self.dictated is not None:
             self.tokens.append(token)
+            self.complete = request.given and len(self.tokens) == len(request.dictated)
         elif token in request.eos_token_ids:
             self.complete = True
         else:
@@ -189,11 +202,17 @@ def advance(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
 def choose_next(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
     """Append the next token to every sequence; logits [S,V], or [1,V] if they are the same for all.
 
-    A sequence whose logits are not numbers ends with a FloatingPointError. Reading the tokens is the only point of a
-    step at which the host waits for the device.
+    A sequence that is compared with another waits with its logits for `Comparison.advance`. A sequence whose logits are
+    not numbers ends with a FloatingPointError. Reading the tokens is the only point of a step at which the host waits
+    for the device.
     """
     if len(logits) < len(sequences):
         logits = logits.repeat(len(sequences), 1)
+    if any(sequence.comparison is not None for sequence in sequences):
+        for sequence, row in zip(sequences, logits, strict=True):
+            assert sequence.comparison is not None, "a batch compares all of its sequences, or none"
+            sequence.comparison.hold(sequence, row)
+        return
     tokens, broken = next_tokens(logits, sequences)
     for index, (sequence, token, is_broken) in enumerate(zip(sequences, tokens.tolist(), broken, strict=True)):
         if sequence.error is None and is_broken:

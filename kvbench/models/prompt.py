@@ -25,6 +25,7 @@ class Prompt:
     sample: number of the answer, from 0, if several are sampled; example.index then counts answers.
     question: position of the question in a prompt that is compressed as a whole, if the policy needs it.
     turns: for a conversation, the number of tokens of each turn's prompt, which are concatenated in ids.
+    given: tokens that are fed as the whole answer, whose divergence is measured.
     spans: token positions of the parts that the example names. opened: the answer begins inside a thought.
     """
 
@@ -38,6 +39,7 @@ class Prompt:
     question: int | None = None
     turns: tuple[int, ...] = ()
     dictated: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
     spans: Spans = field(default_factory=dict)
     opened: bool = False
 
@@ -64,7 +66,7 @@ class Prompt:
     @property
     def is_scored(self) -> bool:
         """Whether its tokens are given and scored, so that nothing is generated."""
-        return self.target is not None or self.example.reading is not None
+        return self.target is not None or (self.example.reading is not None and not self.given)
 
     @property
     def is_whole_text(self) -> bool:

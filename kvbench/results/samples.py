@@ -17,7 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
+from math import inf
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -52,6 +54,33 @@ class Likelihood:
 
 
 @dataclass(frozen=True)
+class Divergence:
+    """How a policy's next-token distributions Q differ from those of the full cache P, token by token, [n] each.
+
+    Both were fed the same tokens y. kl: sum of P log(P / Q) over the vocabulary, in nats; null if it is infinite.
+    delta_logprob, delta_p: log Q(y) - log P(y), and Q(y) - P(y). same_top: 1 if both have the same most likely token,
+    else 0. agrees: 1 if greedy decoding under the policy would choose y. answer: the text of y.
+    """
+
+    answer: str
+    kl: list[float | None]
+    delta_logprob: list[float | None]
+    delta_p: list[float]
+    same_top: list[int]
+    agrees: list[int]
+
+    @property
+    def mean_kl(self) -> float | None:
+        """Mean KL in nats per token; infinite if one is. None for an empty answer."""
+        return fmean(inf if kl is None else kl for kl in self.kl) if self.kl else None
+
+    @property
+    def first(self) -> int | None:
+        """The index of the first token that the policy would not choose (greedy decoding); None: there is none."""
+        return self.agrees.index(0) if 0 in self.agrees else None
+
+
+@dataclass(frozen=True)
 class Sample:
     """One finished example: one line of samples.jsonl.
 
@@ -73,6 +102,7 @@ class Sample:
     kv_footprint*: entries held, summed over all fed tokens, as a share of the full cache's (`kvbench.cache.footprint`).
     answer*: the part of the output that is scored, if it is not all of it: the text after a thought. in_thought*: true
     if the output ends inside a thought, so that it has no answer.
+    divergence*: of an answer that was fed to the policy; such an example has no output or score.
     likelihood*: of given tokens; such an example has no output or score. With several rated continuations, tokens and
     bytes are those of the longest one, and peak_bytes is the maximum.
     evicted: share of the requests whose cache held fewer tokens than it received.
@@ -132,6 +162,7 @@ class Sample:
     kv_footprint: float | None = None
     answer: str | None = None
     in_thought: bool | None = None
+    divergence: Divergence | None = None
 
     @property
     def shared(self) -> bool:
@@ -174,7 +205,7 @@ _OPTIONAL = (
     *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "pre_pass_steps"),
     *("read_tokens", "read_bytes"),
     *("sample", "state_bytes", "masked_tokens", "recomputed_tokens", "finish_reason", "kv_footprint", "kept_spans"),
-    *("answer", "in_thought"),
+    *("answer", "in_thought", "divergence"),
 )
 
 log = logging.getLogger(__name__)
@@ -303,7 +334,7 @@ def _check_score(sample: Sample, where: str) -> None:
 
 def _check_types(sample: Sample, where: str) -> None:
     """Raise ValueError for a value that no run writes: of another type, or a number that cannot be computed with."""
-    for part in (sample, sample.likelihood):
+    for part in (sample, sample.likelihood, sample.divergence):
         for name, kind in {} if part is None else _KINDS[type(part)].items():
             value = getattr(part, name)
             if not _allowed(kind, value):
@@ -313,9 +344,9 @@ def _check_types(sample: Sample, where: str) -> None:
 
 def _allowed(kind: str, value: Any) -> bool:  # noqa: ANN401 - whatever JSON holds
     """Whether a value is of a declared type such as `list[list[int]] | None`. Numbers are finite and below 2**53."""
-    kind, _, optional = kind.partition(" | ")
     if value is None:
-        return bool(optional)
+        return kind.endswith(" | None")
+    kind = kind.removesuffix(" | None")
     if kind == "list[int]":  # nearly all values of a file are in such lists
         numbers = isinstance(value, list) and set(map(type, value)) <= {int}
         return numbers and all(abs(end) <= LARGEST for end in (min(value, default=0), max(value, default=0)))
@@ -326,10 +357,11 @@ def _allowed(kind: str, value: Any) -> bool:  # noqa: ANN401 - whatever JSON hol
         return number and abs(value) <= LARGEST
     if kind.startswith("Literal["):
         return value in literal_eval(f"[{kind[8:-1]}]")
-    return isinstance(value, {"str": str, "bool": bool, "Likelihood": Likelihood}.get(kind, dict))
+    return isinstance(value, {"str": str, "bool": bool, **_PARTS}.get(kind, dict))
 
 
-_KINDS = {part: {one.name: str(one.type) for one in fields(part)} for part in (Sample, Likelihood)}
+_PARTS: dict[str, Any] = {"Likelihood": Likelihood, "Divergence": Divergence}
+_KINDS = {part: {one.name: str(one.type) for one in fields(part)} for part in (Sample, Likelihood, Divergence)}
 
 
 def _sample(line: bytes, index: int) -> Sample | None:
@@ -343,9 +375,10 @@ def _sample(line: bytes, index: int) -> Sample | None:
     if not isinstance(values, dict) or values.get("index") != index:
         return None
     try:
-        given = values.pop("likelihood", None)
+        parts = {name: values.pop(name, None) for name in ("likelihood", "divergence")}
         if "full_position_bytes" not in values and values.get("spare_bytes"):
             values["cache_bytes"] -= values["spare_bytes"]  # older runs included spare bytes
-        return Sample(**values, likelihood=None if given is None else Likelihood(**given))
+        values |= {k: v if v is None else _PARTS[k.capitalize()](**v) for k, v in parts.items()}
+        return Sample(**values)
     except TypeError:  # a field is missing or unknown
         return None

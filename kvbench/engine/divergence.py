@@ -1,0 +1,202 @@
+"""Divergence from the full cache: all sequences of an example are fed one answer and compared token by token.
+
+The sequences take their steps together. The full cache is one of them, the reference: its most likely token, or the
+next given one, is fed to all. Each is compared with it after every step, so that no logits are stored.
+
+Shapes: S sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.config.presets import make_policy
+from kvbench.engine.logits import NOT_A_NUMBER
+from kvbench.errors import ConfigError
+from kvbench.models.prompt import Prompt
+from kvbench.policies.policy import Policy
+from kvbench.policies.press import KVPress
+from kvbench.results.samples import Divergence
+from kvbench.run.run import Run
+from kvbench.tasks.task import Reading
+
+if TYPE_CHECKING:
+    from kvbench.engine.sequence import LiveSequence
+
+AT_ONCE = 2**22
+"""Numbers of one comparison: 32 MiB of float64."""
+
+
+class TokenDivergence(NamedTuple):
+    """The divergence of one token, see `kvbench.results.samples.Divergence`."""
+
+    kl: float
+    delta_logprob: float
+    delta_p: float
+    same_top: float
+    agrees: float
+
+
+def token_divergence(
+    full: Tensor, policies: Tensor, token: int, forbidden: Sequence[int] = ()
+) -> list[TokenDivergence]:
+    """Compare the raw logits of policies [S,V] with those of the full cache [V], before `token`.
+
+    In float64 over all columns, temperature 1:
+
+        KL = sum_v P(v) (log P(v) - log Q(v)) in nats, P = softmax(full), Q = softmax(policy)
+
+    Terms with P = 0 are 0; rounding below 0 is cut. forbidden: tokens that greedy decoding may not choose. A KL is NaN
+    if logits are. Raises ValueError if the numbers of columns differ.
+    """
+    if full.shape[-1] != policies.shape[-1]:
+        raise ValueError(
+            f"the vocabularies differ: {full.shape[-1]} logits of the full cache, {policies.shape[-1]} of the policy"
+        )
+    found = []
+    log_p = full.double()[None].log_softmax(-1)
+    p, top = log_p.exp(), full.argmax()
+    for rows in policies.split(max(1, AT_ONCE // full.shape[-1])):
+        log_q = rows.double().log_softmax(-1)
+        kl = torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1).clamp(min=0)
+        at = log_q[:, token]
+        best = rows.argmax(-1)
+        choice = best if not forbidden else rows.index_fill(1, _indices(forbidden, rows), -torch.inf).argmax(-1)
+        columns = kl, at - log_p[:, token], at.exp() - p[:, token], (best == top).double(), (choice == token).double()
+        found += [TokenDivergence(*row) for row in torch.stack(columns, dim=1).tolist()]
+    return found
+
+
+def _indices(tokens: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(tokens, device=like.device)
+
+
+@dataclass(eq=False)
+class Comparison:
+    """The sequences of one example: the full cache (reference), and the sequences that are compared with it.
+
+    All have the same request. Dictated tokens at the beginning of an answer are not compared, unless all are given.
+    """
+
+    reference: LiveSequence
+    others: Sequence[LiveSequence]
+    _logits: dict[LiveSequence, Tensor] = field(default_factory=dict)
+    _found: dict[LiveSequence, list[TokenDivergence]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for one in (self.reference, *self.others):
+            one.comparison = self
+
+    def hold(self, sequence: LiveSequence, logits: Tensor) -> None:
+        """Keep the logits [V] of a sequence until all sequences have taken the step."""
+        self._logits[sequence] = logits.clone()  # a recorded step overwrites its logits
+
+    def advance(self) -> None:
+        """Compare the sequences that took a step, choose the next token, and append it to all of them."""
+        held, self._logits = self._logits, {}
+        reference = self.reference
+        live = [one for one in self.others if not one.done]
+        if reference.error is None and reference not in held:
+            return
+        if reference.error is None and bool(held[reference].isnan().any()):
+            reference.error = FloatingPointError(NOT_A_NUMBER)
+        for one in live:
+            if one not in held:
+                one.error = ValueError("it cannot be compared with the full cache, whose text was computed again")
+            one.error = reference.error or one.error
+        live = [one for one in live if one.error is None]
+        if reference.error is not None:
+            return
+        token, forbidden = _next_token(reference, held[reference])
+        if live and (reference.dictated is None or reference.request.given):
+            self._compare(live, held, token, forbidden)
+        reference.append(token)
+        for one in live:
+            one.tokens, one.complete = list(reference.tokens), reference.complete
+            one.logits = held[one][None] if one.policy.rates else None
+
+    def _compare(
+        self, live: Sequence[LiveSequence], held: dict[LiveSequence, Tensor], token: int, forbidden: list[int]
+    ) -> None:
+        rows = torch.stack([held[one] for one in live])
+        for one, found in zip(live, token_divergence(held[self.reference], rows, token, forbidden), strict=True):
+            if math.isnan(found.kl):
+                one.error = FloatingPointError(NOT_A_NUMBER)
+            self._found.setdefault(one, []).append(found)
+
+    def result(self, sequence: LiveSequence, answer: str) -> Divergence:
+        """The divergence of a finished sequence. answer: the text that it was fed."""
+        found = self._found.get(sequence, [])
+        kl, logprob, p, top, agrees = ([one[i] for one in found] for i in range(len(TokenDivergence._fields)))
+        return Divergence(
+            answer=answer,
+            kl=[None if math.isinf(x) else _digits(x) for x in kl],
+            delta_logprob=[None if not math.isfinite(x) else _digits(x) for x in logprob],
+            delta_p=[_digits(x) for x in p],
+            same_top=[int(x) for x in top],
+            agrees=[int(x) for x in agrees],
+        )
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _next_token(reference: LiveSequence, logits: Tensor) -> tuple[int, list[int]]:
+    """The token that all sequences are fed, and the tokens that greedy decoding may not choose."""
+    if reference.dictated is not None:
+        return reference.dictated, []
+    forbidden = reference.forbidden
+    allowed = logits if not forbidden else logits.index_fill(0, _indices(forbidden, logits), -torch.inf)
+    return int(allowed.argmax()), forbidden
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+@cache
+def full_cache() -> Policy:
+    """The policy of the reference."""
+    return make_policy("full")
+
+
+def given_answer(prompt: Prompt) -> Prompt:
+    """A prompt whose continuation is fed as its answer, if it has one."""
+    tokens = prompt.continuation
+    if tokens is None or prompt.is_whole_text:
+        return prompt
+    old = prompt.example.reading
+    reading = Reading(prompt_tokens=prompt.length, block=None if old is None else old.block)
+    example = replace(prompt.example, target=None, reading=reading, max_new_tokens=len(tokens))
+    return replace(prompt, example=example, ids=prompt.ids[: prompt.length], target=None, given=tuple(tokens.tolist()))
+
+
+def check_divergence(run: Run, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError if the answers of a run cannot be compared with those of the full cache."""
+    why = None
+    if any(prompt.pairs or prompt.is_whole_text for prompt in prompts):
+        why = (
+            f"compares answers, and task {run.task.name} only scores given texts: use a task that generates, or score "
+            "what follows a prompt (task.prompt_tokens)"
+        )
+    elif isinstance(run.policy, KVPress):
+        why = f"feeds every policy the same answer, and {run.policy_name}, a press of kvpress, does not support that"
+    elif run.sampling is not None and not run.sampling.greedy:
+        why = (
+            "compares with the greedy answer of the full cache, so sampling has no effect: leave out "
+            f"generation.temperature={run.sampling.temperature}"
+        )
+    elif any(prompt.own for prompt in prompts):
+        why = "compares with the answers of the full cache, so history=own is not possible: use history=golden"
+    else:
+        vocabulary = int(run.checkpoint.config.get_text_config(decoder=True).vocab_size)
+        largest = max((max(int(prompt.ids.max()), *prompt.given, 0) for prompt in prompts), default=0)
+        if largest >= vocabulary:
+            why = f"needs one vocabulary: the tokenizer has a token {largest}, and the model {vocabulary} tokens"
+    if why is not None:
+        raise ConfigError("task.divergence", True, why=why)
