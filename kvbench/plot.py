@@ -23,13 +23,16 @@ KINDS = {
     "bytes": "score against the cache size in bytes (default if -o is a file)",
     "heatmap": "scores of needle tests by length and depth",
     "nll": "NLL against context length, for runs that scored given texts",
+    "kl": "divergence from full (KL) against the budget",
+    "kl_bytes": "divergence from full against the cache size in bytes",
+    "kl_position": "divergence from full by position in the answer",
     "layers": "tokens in each layer",
     "all": "all kinds that have data (default if -o is a folder)",
 }
 
 
 SIZE = click.FloatRange(0, 100, min_open=True)
-_LISTED = "\n".join(f"  {name:7}  {what}" for name, what in KINDS.items())
+_LISTED = "\n".join(f"  {name:11}  {what}" for name, what in KINDS.items())
 
 
 @click.command("plot", cls=Command, help=f"{_ABOUT}\n\n\b\nKinds:\n{_LISTED}")

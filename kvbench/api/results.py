@@ -13,6 +13,7 @@ from kvbench.report.html.report import write_report
 from kvbench.report.table import pivot, results_table, text
 from kvbench.results import result, seeds
 from kvbench.results.columns import frame
+from kvbench.results.divergence import of_example
 from kvbench.results.metrics import mean_kept
 from kvbench.results.result import Result
 
@@ -43,15 +44,23 @@ class Results(result.Results):
         return frame(self.by(by))
 
     def samples_df(self) -> pd.DataFrame:
-        """A DataFrame with one row for each example: run, prompt hash, output, references, score, tokens and bytes."""
+        """A DataFrame with one row for each example: run, prompt hash, output, references, score, tokens and bytes.
+
+        With task.divergence=true also the mean and largest KL, the first divergence, and the compared tokens.
+        """
         import pandas as pd
 
         rows = []
         for row in self:
             about = {name: getattr(row, name) for name in ("run_id", "model", "task", "policy", "budget")}
             for sample in row.samples:
-                known = {k: v for k, v in vars(sample).items() if k not in ("metadata", "likelihood", "kept_tokens")}
+                known = {
+                    k: v
+                    for k, v in vars(sample).items()
+                    if k not in ("metadata", "likelihood", "kept_tokens", "divergence")
+                }
                 own = {"kept_tokens": mean_kept(sample), "nll": sample.likelihood and sample.likelihood.nll}
+                own |= {} if sample.divergence is None else of_example(sample.divergence)
                 rows.append({**about, **sample.metadata, **known, **own})
         return pd.DataFrame(rows).dropna(axis="columns", how="all")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +21,8 @@ from kvbench.engine.logits import NOT_A_NUMBER
 from kvbench.engine.scores import Scores
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
+from kvbench.results.samples import Divergence
 from kvbench.run.run_config import Sampling
-
-if TYPE_CHECKING:
-    from kvbench.engine.divergence import Comparison
 
 
 class TokenSampler:
@@ -120,6 +118,21 @@ class History:
     recomputed: int = 0
 
 
+class Compared(Protocol):
+    """The sequences of one example that are compared with each other (`kvbench.engine.divergence`)."""
+
+    reference: "LiveSequence"
+
+    def hold(self, sequence: "LiveSequence", logits: Tensor) -> None:
+        """Keep the logits [V] of a sequence until all sequences have taken the step."""
+
+    def advance(self) -> None:
+        """Compare the sequences that took a step, and choose their next token."""
+
+    def result(self, sequence: "LiveSequence", answer: str) -> Divergence:
+        """The divergence of a finished sequence. answer: the text that it was fed."""
+
+
 @dataclass(eq=False)
 class LiveSequence:
     """One request under one policy, and its answer so far.
@@ -144,7 +157,7 @@ class LiveSequence:
     logits: Tensor | None = field(default=None, repr=False)
     history: History | None = None
     scores: Scores | None = None
-    comparison: "Comparison | None" = None
+    comparison: "Compared | None" = None
 
     def __post_init__(self) -> None:
         self.sampler = None if self.request.sampler is None else self.request.sampler()

@@ -158,7 +158,7 @@ def _parts(run: Result, other: Result) -> Iterator[tuple[Result, Result]]:
 
 
 def _compared(claim: Claim, run: Result, other: Result) -> Iterator[Comparison]:
-    pair = (run, other) if run.reads else (other, run)  # lower NLL is better
+    pair = (other, run) if run.measure == "score" else (run, other)  # lower NLL and KL are better
     result = paired(pair[0].outcomes, pair[1].outcomes)
     if result is not None:
         subset = "" if run.subset == "all" else f" {run.subset}"

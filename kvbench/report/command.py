@@ -13,6 +13,7 @@ import click
 from kvbench.errors import UsageError, instead
 from kvbench.report.changes import changes_table
 from kvbench.report.curves import at_size_table, smallest_table
+from kvbench.report.divergence import divergence_table
 from kvbench.report.formats import FORMATS, renamed, show
 from kvbench.report.price import price_table
 from kvbench.report.selection import selected, selection_options
@@ -49,6 +50,11 @@ _COLUMNS = "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUM
 @click.option("--at-size", is_flag=True, help="Policies without a budget against budgets, at the same mean size.")
 @click.option("--smallest", is_flag=True, help="Smallest KV footprint with 90% of full's score, between budgets.")
 @click.option(
+    "--metric",
+    type=click.Choice(["score", "kl"]),
+    help="Only runs with a score, or the divergence from full (task.divergence=true).",
+)
+@click.option(
     "--pivot",
     type=click.Choice(["budget", "task"]),
     help="A row per policy, a column per budget (scores with intervals) or per task (scores x 100, average).",
@@ -67,6 +73,7 @@ def collect(
     model: Sequence[str],
     budget: Sequence[str],
     over_seeds: bool,
+    metric: str | None,
     **kinds: Any,  # noqa: ANN401 - the kinds of tables
 ) -> None:
     """Write or print the table. Raises UsageError."""
@@ -90,6 +97,9 @@ def collect(
         raise UsageError(f"--rename {wrong} must be OLD=NEW")
     wanted = {"policy": policy, "task": task, "model": model, "budget": budget, "over_seeds": over_seeds}
     rows = selected(load_results(folder), wanted).by(by)
+    rows = [row for row in rows if metric is None or row.measure.lower() == metric]
+    if metric is not None and not rows:
+        raise UsageError(f"--metric {metric}: no run of {folder} has it" + " (task.divergence=true)" * (metric == "kl"))
     known = dict.fromkeys([*(column.name for column in COLUMNS), *(key for row in rows for key in row.differs)])
     for name in names:
         if name not in known:
@@ -98,7 +108,9 @@ def collect(
         _write_tidy(rows, names, output)
         sys.stdout.write(f"{len(rows)} rows -> {output}\n")
     else:
-        show(renamed(_table(rows, names, **kinds), others, precision), output, f"{len(rows)} rows")
+        kl = metric == "kl" and not given
+        table = divergence_table(rows) if kl else _table(rows, names, **kinds)
+        show(renamed(table, others, precision), output, f"{len(rows)} rows")
 
 
 _KINDS: dict[str, Callable[[Sequence[Result]], Table]] = {

@@ -128,9 +128,11 @@ def _folded(words: str, width: int) -> str:
 
 
 def measure(row: Result) -> str:
-    """The score or NLL of a run with its 95% interval."""
+    """The score, NLL or KL of a run with its 95% interval."""
     if row.value is None:
-        return f"none: {row.n_failed} failed"
+        return f"infinite: {row.kl_infinite:.0f} tokens" if row.kl_infinite else f"none: {row.n_failed} failed"
+    if row.measure == "KL":
+        return f"{row.value:.3g}" + ("" if row.ends is None else f" ({row.ends[0]:.2g}-{row.ends[1]:.2g})")
     digits = 4 if row.reads else 3
     ends = "" if row.ends is None else f" ({'-'.join(f'{end:.{digits - 1}f}' for end in row.ends)})"
     return f"{row.value:.{digits}f}{ends}"
@@ -186,8 +188,16 @@ def _reads_part(row: Result) -> bool:
 
 _COLUMNS = (
     _Column("scored tokens", "scored_tokens", "d"),
-    _Column("score (95% CI)", measure, legend="score: mean, 1 is best", shown=lambda row: not row.reads),
+    _Column("score (95% CI)", measure, legend="score: mean, 1 is best", shown=lambda row: row.measure == "score"),
     _Column("NLL (95% CI)", measure, legend="NLL: nats per token, lower is better", shown=lambda row: row.reads),
+    _Column(
+        "KL (95% CI)", measure, legend="KL: from full, nats per token of the same answer, 0 is best",
+        shown=lambda row: row.measure == "KL",
+    ),
+    _Column("KL p99", "kl_p99", ".3g", legend="KL p99, max: over tokens"),
+    _Column("KL max", "kl_max", ".3g"),
+    _Column("same top", "same_top", ".1f", 100, "%", legend="same top: tokens with the same most likely next token"),
+    _Column("diverged", "diverged_share", ".0f", 100, "%", legend="diverged: greedy answers that would differ"),
     _Column(
         AGAINST, lambda row: _against(row, row.difference), legend=f"vs full: on the same examples; {STAR}",
         shown=lambda row: row.difference is not None or row.gap is not None,
@@ -241,7 +251,7 @@ def results_table(rows: Sequence[Result]) -> Table:
 
     Rows are grouped by model, task and schedule; rows without eviction are first.
     """
-    rows = _grouped(rows)
+    rows = grouped(rows)
     shown = [one for one in _COLUMNS if any(one.shown(row) and one.text(row) is not None for row in rows)]
     numbers = {one.title: [one.text(row) or NONE for row in rows] for one in shown}
     if AGAINST in numbers:
@@ -266,7 +276,7 @@ def _table(frame: pd.DataFrame, title: str, legend: Sequence[str], rows: Sequenc
     return Table(frame, title, ["; ".join(legend), *when, *notes(rows)], left, groups)
 
 
-def _grouped(rows: Sequence[Result]) -> list[Result]:
+def grouped(rows: Sequence[Result]) -> list[Result]:
     """The rows grouped by model, task and schedule in order of appearance, rows without eviction first."""
     places = [*dict.fromkeys((row.model_label, row.task_label) for row in rows)]
     whens = ["", *dict.fromkeys(row.when for row in rows)]
@@ -323,9 +333,9 @@ def pivot(rows: Sequence[Result], across: str) -> Table:
     across="task": scores times 100, one row per policy and budget, with the mean if every task has a score.
     """
     by_task = across == "task"
-    rows = _grouped([row for row in rows if not (by_task and row.reads)])
+    rows = grouped([row for row in rows if not by_task or row.measure == "score"])
     if not rows:
-        raise UsageError("--pivot task needs scores, but all runs scored given texts")
+        raise UsageError("--pivot task needs scores, but no run has any")
     words = _words(rows)
     if by_task:  # tasks with one name but different fields are separate columns
         several = len({row.task for row in rows}) < len({row.task_label for row in rows})
@@ -358,13 +368,20 @@ def pivot(rows: Sequence[Result], across: str) -> Table:
         for line, found in zip(body, cells.values(), strict=True):
             scores = [of[0].score for of in found.values() if len(of) == 1 and of[0].score is not None]
             line.append(f"{100 * fmean(scores):.1f}" if len(scores) == len(columns) else NONE)
-    kinds = dict.fromkeys("NLL in nats per token, lower is better" if row.reads else "score" for row in rows)
+    kinds = dict.fromkeys(_MEASURES[row.measure] for row in rows)
     what = "score x 100" if by_task else f"{' or '.join(kinds)} (95% CI)"
     legend = ["budget: tokens per KV head (below 1: share of the prompt)"]
     if not by_task and starred:
         legend.append(f"difference from full on the same examples, {STAR}")
     frame = frame_of([*named, *titles], list(zip(*body, strict=True)))
     return _table(frame, f"{what} by {across}: {_shared(words, [*named, across])}", legend, rows, named)
+
+
+_MEASURES = {
+    "score": "score",
+    "NLL": "NLL in nats per token, lower is better",
+    "KL": "KL from full in nats per token, lower is better",
+}
 
 
 def _percent(row: Result) -> str:

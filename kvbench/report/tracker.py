@@ -180,6 +180,7 @@ def history_row(samples: Sequence[Sample]) -> dict[str, Any]:
     n, last = len(samples), samples[-1]
     row = {f"example/{name}": getattr(last, name) for name in _MEASURED}
     row |= {"example/nll": last.likelihood and last.likelihood.nll, "example/kept_tokens": mean_kept(last)}
+    row["example/kl"] = last.divergence and last.divergence.mean_kl
     row |= running(samples, bounded=n % max(1, n // _INTERVALS) == 0)
     return known({**row, "n_failed": sum(sample.error is not None for sample in samples)}.items())
 

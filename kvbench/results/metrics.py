@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import exp
 from operator import attrgetter
@@ -11,14 +11,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from kvbench.results import statistics
+from kvbench.results import divergence, statistics
+from kvbench.results.divergence import DivergenceNumbers
 from kvbench.results.files import write_json
+from kvbench.results.numbers import number
 from kvbench.results.samples import Likelihood, Sample
 from kvbench.results.statistics import FEWEST, mean_interval, stratified_interval, weighted_interval
 from kvbench.tasks.scores import by_subset, scores_of, subsets_by, summary, summary_module
 
 FILE_NAME = "metrics.json"
-CODE = b"".join(Path(file).read_bytes() for file in (__file__, str(statistics.__file__)))
+CODE = b"".join(Path(file).read_bytes() for file in (__file__, str(statistics.__file__), str(divergence.__file__)))
 """The code that computes the numbers."""
 GROUP_KEYS = ("task", "length", "depth")
 """Metadata keys by which scores are also grouped, in addition to the keys in metadata["groups"]."""
@@ -65,15 +67,6 @@ def strata(samples: Sequence[Sample]) -> dict[str, list[float]]:
     if key is None or any(sample.score is None for sample in samples):
         return {}
     return {name: scores_of(group) for name, group in by_subset(of_prompts(samples), key).items()}
-
-
-def number(meaning: str, of: Callable[[Sequence[Sample]], float | None] | None = None, over: str = "good") -> Any:  # noqa: ANN401
-    """A field of `Numbers`. of: computes it from samples; None: the mean of the samples' field of the same name.
-
-    over: the samples it is computed from: "all"; "good", those without an error; or "alone", the good ones if no
-    example was batched with others, otherwise none.
-    """
-    return field(metadata={"meaning": meaning, "of": of, "over": over})
 
 
 def _mean_of(value: Callable[[Sample], float | None]) -> Callable[[Sequence[Sample]], float | None]:
@@ -143,7 +136,7 @@ def _pass_at_k(samples: Sequence[Sample]) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Numbers:
+class Numbers(DivergenceNumbers):
     """The measurements of a run besides its score. Each field is a key of metrics.json and a column of tables."""
 
     prompt_tokens: float | None = number("mean per example", over="all")
@@ -238,7 +231,11 @@ def running(samples: Sequence[Sample], bounded: bool) -> dict[str, Any]:
     """The score, or NLL and perplexity, of the examples so far. bounded: add the interval (a bootstrap)."""
     scores = [s.score for s in samples if s.score is not None]
     read = [s.likelihood for s in samples if s.likelihood is not None]
-    if any(s.error is not None for s in samples) or not (scores or read):
+    if any(s.error is not None for s in samples):
+        return {}
+    if (kl := divergence.over_examples(attrgetter("mean_kl"))(samples)) is not None:
+        return {"kl": kl}
+    if not (scores or read):
         return {}
     if not read:
         return {k: v for k, v in _score(samples).items() if k != "interval"} if bounded else {"score": fmean(scores)}

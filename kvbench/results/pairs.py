@@ -12,7 +12,7 @@ from kvbench.results.summary import Outcome
 
 @dataclass(frozen=True)
 class Paired:
-    """Difference between `second` and `first` on shared prompts: in score, or in NLL for given texts.
+    """Difference between `second` and `first` on shared prompts: in score, in KL from full, or in NLL for given texts.
 
     read: the outcomes of both, for given texts.
     """
@@ -45,10 +45,10 @@ def paired(first: Sequence[Outcome], second: Sequence[Outcome]) -> Paired | None
     """Compare the outcomes of the same prompts with a value in both; None if there are none."""
     pairs = shared(first, second)
     read = tuple((a, b) for a, b in pairs if a.nll is not None and b.nll is not None)
-    values = [(a.nll or 0.0, b.nll or 0.0) for a, b in read] or [
-        (a.score, b.score) for a, b in pairs if a.score is not None and b.score is not None
-    ]
+    values = [(a.nll or 0.0, b.nll or 0.0) for a, b in read]
+    values = values or [(a.kl, b.kl) for a, b in pairs if a.kl is not None and b.kl is not None]
+    weights = [float(b.tokens or 0) for _, b in read] or [1.0] * len(values) or None
+    values = values or [(a.score, b.score) for a, b in pairs if a.score is not None and b.score is not None]
     if not values:
         return None
-    weights = [float(b.tokens or 0) for _, b in read] or None
     return Paired(paired_difference([a for a, _ in values], [b for _, b in values], weights=weights), read)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import exp, inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -92,7 +92,7 @@ class Result(Numbers, Described):
 
     def __repr__(self) -> str:
         budget = "" if self.budget is None else f", budget {self.budget}"
-        value = "no score" if self.value is None else f"{'NLL' if self.reads else 'score'} {self.value:.3f}"
+        value = "no score" if self.value is None else f"{self.measure} {self.value:.3g}"
         return f"<Result {self.line or self.policy}{budget}, {self.model}, {self.task}: {value}, n={self.n}>"
 
     @property
@@ -101,14 +101,22 @@ class Result(Numbers, Described):
         return self.state == FINISHED
 
     @property
+    def measure(self) -> Literal["score", "NLL", "KL"]:
+        """What the run measures: the score of answers, the NLL of given texts, or the divergence from full."""
+        if self.identity["task"].get("divergence") is True:
+            return "KL"
+        return "NLL" if self.reads else "score"
+
+    @property
     def value(self) -> float | None:
-        """The mean score, or the NLL of given texts."""
-        return self.nll if self.reads else self.score
+        """The mean score, the NLL of given texts, or the KL from the full cache."""
+        return {"score": self.score, "NLL": self.nll, "KL": self.kl}[self.measure]
 
     @property
     def ends(self) -> tuple[float, float] | None:
         """The 95% interval of `value`, or None."""
-        low, high = (self.nll_low, self.nll_high) if self.reads else (self.score_low, self.score_high)
+        ends = {"score": (self.score_low, self.score_high), "NLL": (self.nll_low, self.nll_high)}
+        low, high = ends.get(self.measure, (self.kl_low, self.kl_high))
         return None if low is None or high is None else (low, high)
 
     @property
@@ -127,8 +135,11 @@ class Result(Numbers, Described):
 
     @cached_property
     def to_full(self) -> Paired | None:
-        """The difference of `value` from the baseline's on shared examples; None without a baseline or values."""
-        return None if self.baseline is None else paired(self.baseline.outcomes, self.outcomes)
+        """The difference of `value` from the baseline's on shared examples; None without a baseline or values.
+
+        Also None for a KL, which is a distance from the full cache.
+        """
+        return None if self.baseline is None or self.measure == "KL" else paired(self.baseline.outcomes, self.outcomes)
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -149,7 +160,9 @@ class Result(Numbers, Described):
     @cached_property
     def changes(self) -> Changes | None:
         """What differs from the answers of the baseline; None without one, or below 5 shared examples."""
-        return None if self.baseline is None else changes(self.baseline.outcomes, self.outcomes)
+        if self.baseline is None or self.measure == "KL":  # all answers are those of full
+            return None
+        return changes(self.baseline.outcomes, self.outcomes)
 
     @cached_property
     def gap(self) -> NLLGap | None:

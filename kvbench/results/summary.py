@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from sys import intern
@@ -35,7 +36,7 @@ class Outcome:
     """What comparisons use of a prompt: means over its answers, or the likelihood of its given tokens.
 
     A mean is None if the value of an answer is unknown. length: tokens of an answer, EOS and dictated tokens included.
-    cut: whether it reached max_new_tokens. failed: whether an answer failed.
+    cut: whether it reached max_new_tokens. failed: whether an answer failed. kl: mean KL from full, if it is finite.
     """
 
     prompt_hash: str
@@ -45,6 +46,7 @@ class Outcome:
     length: float | None = None
     cut: float | None = None
     failed: bool = False
+    kl: float | None = None
 
 
 def outcomes_of(samples: Sequence[Sample]) -> tuple[Outcome, ...]:
@@ -54,7 +56,8 @@ def outcomes_of(samples: Sequence[Sample]) -> tuple[Outcome, ...]:
         first, score, length, cut = answers[0], *(_mean(answers, of) for of in (_score, _length, metrics.cut_off))
         nll, tokens = (first.likelihood.nll, first.likelihood.tokens) if first.likelihood else (None, None)
         failed = any(answer.error is not None for answer in answers)
-        found.append(Outcome(first.prompt_hash, score, nll, tokens, length, cut, failed))
+        kl = None if first.divergence is None or first.divergence.mean_kl in (None, inf) else first.divergence.mean_kl
+        found.append(Outcome(first.prompt_hash, score, nll, tokens, length, cut, failed, kl))
     return tuple(found)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from kvbench.errors import UsageError
-from kvbench.report.figures import heatmap, layers, nll, score
+from kvbench.report.figures import divergence, heatmap, layers, nll, score
 from kvbench.report.figures.panels import looks
 from kvbench.report.figures.sheet import Paper
 from kvbench.report.figures.style import Look, house_style, save
@@ -20,11 +20,15 @@ Figures = list[tuple[str, Figure]]  # names of files and figures
 
 log = logging.getLogger(__name__)
 
+_KL = "divergence from full (task.divergence=true)"
 _DRAW: Mapping[str, tuple[Callable[[Sequence[Result], Mapping[str, Look], Paper], Figures], str]] = {
     "budget": (score.against_budget, "no run has both a budget and a score"),
     "bytes": (score.against_bytes, "no policy except the full cache has both a score and bytes"),
     "heatmap": (heatmap.needle_maps, "no run has examples at several depths"),
     "nll": (nll.curves, "no run has scored given texts (task=perplexity, pg19 or booksum)"),
+    "kl": (divergence.against_budget, f"no run has both a budget and a {_KL}"),
+    "kl_bytes": (divergence.against_bytes, f"no policy except the full cache has both bytes and a {_KL}"),
+    "kl_position": (divergence.against_position, f"no run with a budget has samples with a {_KL}"),
     "layers": (layers.layer_budgets, "no policy has different budgets for its layers"),
 }
 ALL = "all"
@@ -43,7 +47,9 @@ def figures(kind: str, rows: Sequence[Result], paper: Paper) -> Figures:
         if not drawn:
             log.info("no figure %s: %s", name, needs)
     if not found:
-        raise UsageError("there is nothing to draw: no run has a score or has scored given texts")
+        raise UsageError(
+            "there is nothing to draw: no run has a score, has scored given texts or was compared with full"
+        )
     return found
 
 

@@ -1,9 +1,10 @@
-"""Figures of the score against the budget, and against the bytes held."""
+"""Figures of the score, or of the divergence from full, against the budget, and against the bytes held."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,6 +15,10 @@ from kvbench.report.figures.sheet import Paper, Sheet
 from kvbench.report.figures.style import FAINT, Look, by_factors, byte_unit, side_by_side
 from kvbench.results.result import Result
 
+Measure = Literal["score", "KL"]
+TITLES = {"score": "Score", "KL": "Divergence from full"}
+LABELS = {"score": "score", "KL": "KL from full, nats per token"}
+NAMES = {"score": "", "KL": "kl-"}
 ALONE, AMONG = (6.0, 4.5), (3.1, 2.6)  # inches: a single panel, and one of several
 
 
@@ -27,45 +32,52 @@ class Axis:
 
     def has(self, row: Result) -> bool:
         """Whether a result is a point on the axis; the full cache is a level instead."""
-        return row.score is not None and not row.is_full and bool(row.budget if self.budgets else row.cache_bytes)
+        return row.value is not None and not row.is_full and bool(row.budget if self.budgets else row.cache_bytes)
 
     def is_level(self, row: Result) -> bool:
         """Whether a result is a horizontal line: the full cache, and on a budget axis a policy without budget."""
-        return row.score is not None and (row.is_full or (bool(self.budgets) and row.budget is None))
+        drawn = row.value is not None and (row.measure == "score" or row.value > 0)  # the axis of KL is logarithmic
+        return drawn and (row.is_full or (bool(self.budgets) and row.budget is None))
 
 
-def against_budget(rows: Sequence[Result], looks: Mapping[str, Look], paper: Paper) -> list[tuple[str, Figure]]:
+def against_budget(
+    rows: Sequence[Result], looks: Mapping[str, Look], paper: Paper, measure: Measure = "score"
+) -> list[tuple[str, Figure]]:
     """One figure for budgets in tokens, and one for budgets that are shares of the prompt."""
     found = []
+    rows = [row for row in rows if row.measure == measure]
     for share in (False, True):
         of_kind = [row for row in rows if row.budget is None or isinstance(row.budget, float) == share]
-        if any(row.budget is not None and row.score is not None for row in of_kind):
-            figure = _figure("Score against the budget", of_kind, looks, _budget_axis, paper, [])
-            found.append(("budget-share" if share else "budget", figure))
+        if any(row.budget is not None and row.value is not None for row in of_kind):
+            figure = _figure(f"{TITLES[measure]} against the budget", of_kind, looks, _budget_axis, paper, [])
+            found.append((f"{NAMES[measure]}budget{'-share' * share}", figure))
     return found
 
 
 def _budget_axis(rows: Sequence[Result]) -> Axis:
-    budgets = sorted({c.budget for c in rows if c.budget is not None and c.score is not None})
+    budgets = sorted({c.budget for c in rows if c.budget is not None and c.value is not None})
     share = any(isinstance(budget, float) for budget in budgets)
     label = "budget (share of the prompt)" if share else "budget (tokens per KV head and layer)"
     names = {float(budget): f"{100 * budget:.3g}%" if share else f"{budget:g}" for budget in budgets}
     return Axis(label, lambda row: float(row.budget or 0), names)
 
 
-def against_bytes(rows: Sequence[Result], looks: Mapping[str, Look], paper: Paper) -> list[tuple[str, Figure]]:
-    """Score against the mean bytes that an example's cache held at its end, without reserved but unused bytes."""
-    if not any(row.cache_bytes and row.score is not None and not row.is_full for row in rows):
+def against_bytes(
+    rows: Sequence[Result], looks: Mapping[str, Look], paper: Paper, measure: Measure = "score"
+) -> list[tuple[str, Figure]]:
+    """Score or KL against the mean bytes that an example's cache held at its end, without reserved but unused bytes."""
+    rows = [row for row in rows if row.measure == measure]
+    if not any(row.cache_bytes and row.value is not None and not row.is_full for row in rows):
         return []
     full = []
     for row in rows:
-        if row.is_full and row.score is not None and not row.reads:
+        if row.is_full and row.value is not None:
             unit, size = byte_unit(row.cache_bytes or 0)
             full.append(f"{row.line} on {row.task_label}: {(row.cache_bytes or 0) / size:.4g} {unit}")
     below = [f"Not on the axis: {'; '.join(full)}."] if full else []
     below.append("Cache held: keys, values, positions and statistics, without unused capacity.")
-    figure = _figure("Score against the bytes held", rows, looks, _byte_axis, paper, below)
-    return [("bytes", figure)]
+    figure = _figure(f"{TITLES[measure]} against the bytes held", rows, looks, _byte_axis, paper, below)
+    return [(f"{NAMES[measure]}bytes", figure)]
 
 
 def _byte_axis(rows: Sequence[Result]) -> Axis:
@@ -81,7 +93,7 @@ def _figure(
     paper: Paper,
     below: Sequence[str],
 ) -> Figure:
-    axes_of = [(panel, axis_of(panel.rows)) for panel in panels_of(row for row in rows if not row.reads)]
+    axes_of = [(panel, axis_of(panel.rows)) for panel in panels_of(rows)]
     panels = [(panel, axis) for panel, axis in axes_of if any(map(axis.has, panel.rows))]
     sheet = Sheet(len(panels), 3, *(ALONE if len(panels) == 1 else AMONG), paper)
     several_models = len({panel.model for panel, _ in panels}) > 1
@@ -91,7 +103,8 @@ def _figure(
         if sheet.is_bottom(index):
             axes.set_xlabel(axis.label)
         if sheet.is_left(index):
-            axes.set_ylabel("score (mean over examples)" if len(panels) == 1 else "score")
+            label = LABELS[rows[0].measure]
+            axes.set_ylabel(f"{label} (mean over examples)" if len(panels) == 1 else label)
     shown = [row for panel, _ in panels for row in panel.rows]
     if {row.compress for row in shown if row.evicts} == {"context"}:
         title += ", compressed before the question"
@@ -107,14 +120,14 @@ def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], paper
             lines.setdefault(row.line, []).append(row)
     for row in filter(axis.is_level, panel.rows):
         look = looks[row.line]
-        axes.axhline(row.score or 0, color=look.colour, linestyle=look.line, linewidth=1.2, label=row.line, zorder=3)
+        axes.axhline(row.value or 0, color=look.colour, linestyle=look.line, linewidth=1.2, label=row.line, zorder=3)
         if row.is_full and row.ends is not None:
             axes.axhspan(*row.ends, color=FAINT, alpha=0.13, linewidth=0, zorder=0.5)
     room = 72 * axes.get_window_extent().width / axes.figure.dpi / max(len(axis.budgets), 1)
     shifts = side_by_side(len(lines), room) if axis.budgets else [0.0] * len(lines)
     for (name, members), shift in zip(lines.items(), shifts, strict=True):
         line = sorted(members, key=axis.at)
-        x, y = [axis.at(row) for row in line], [row.score or 0.0 for row in line]
+        x, y = [axis.at(row) for row in line], [row.value or 0.0 for row in line]
         low, high = zip(*(row.ends or (score, score) for row, score in zip(line, y, strict=True)), strict=True)
         place = ScaledTranslation(shift / 72, 0, axes.figure.dpi_scale_trans)
         axes.vlines(x, low, high, looks[name].colour, lw=0.9, alpha=0.5, transform=axes.transData + place)
@@ -125,8 +138,18 @@ def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], paper
     axes.set_xlim(min(sizes) / pad, max(sizes) * pad)
     if axis.budgets:
         axes.set_xticks(list(axis.budgets), list(axis.budgets.values()), rotation=45 if len(axis.budgets) > 6 else 0)
+    if panel.rows[0].measure == "KL":
+        _logarithmic(axes, [v for row in panel.rows for v in (row.value, *(row.ends or ())) if v is not None and v > 0])
+        return
     ends = [v for c in panel.rows for v in (c.score, c.score_low, c.score_high) if v is not None]
     unit = not paper.free_y and min(ends) >= 0 and max(ends) <= 1
     bottom, top = (0.0, 1.0) if unit else (min(ends), max(ends))
     edge = 0.04 * (top - bottom) or 0.1
     axes.set_ylim(bottom - edge, top + edge)
+
+
+def _logarithmic(axes: Axes, values: Sequence[float]) -> None:
+    """Make the y axis logarithmic, with room for all values; it stays linear if none is above 0."""
+    if values:
+        axes.set_yscale("log")
+        axes.set_ylim(min(values) / 1.5, 1.5 * max(values))

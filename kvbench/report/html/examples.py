@@ -81,6 +81,8 @@ def _answer(row: Result, sample: Sample, passages: Sequence[Passage]) -> Answer:
         text = f"failed: {sample.error}"
     elif sample.likelihood is not None:
         text = f"NLL {sample.likelihood.nll:.5f}"
+    elif sample.divergence is not None:
+        text = f"KL {sample.divergence.mean_kl:.3g}: {sample.divergence.answer}"
     elif not text.strip():
         text = repr(text)  # a blank answer is visible
     spans: tuple[tuple[Span, ...], ...] = ()

@@ -85,7 +85,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
         runs=sum(row.n_seeds or 1 for row in rows),
         left_out=sorted({row.line for row in rows} - {row.line for row in detailed}),
         recurrent=any(row.state_bytes for row in rows),
-        kinds=[("score", [g for g in groups if not g.rows[0].reads]), ("NLL", [g for g in groups if g.rows[0].reads])],
+        kinds=[(kind, [g for g in groups if g.rows[0].measure == kind]) for kind in ("score", "NLL", "KL")],
         to_full={row: one for group in groups for row, one in tables.to_full(group).items()},
         marks={row: mark for group in groups for row, mark in tables.marks(group).items()},
         matrices=tables.matrices(rows),

@@ -38,7 +38,7 @@ def groups(rows: Sequence[Result]) -> list[Group]:
     """The runs in comparison groups, the best first. Runs without eviction are a separate group."""
     found: dict[tuple[object, ...], list[Result]] = {}
     for row in in_order(rows):
-        key = (*row.setting, row.task_label, row.budget, row.when, row.reads)
+        key = (*row.setting, row.task_label, row.budget, row.when, row.measure)
         found.setdefault(key, []).append(row)
     several = len({row.model_label for row in rows}) > 1
     ranked = []
@@ -52,7 +52,7 @@ def groups(rows: Sequence[Result]) -> list[Group]:
 
 
 def _badness(row: Result) -> float:
-    return float("inf") if row.value is None else row.value if row.reads else -row.value
+    return float("inf") if row.value is None else -row.value if row.measure == "score" else row.value
 
 
 def marks(group: Group) -> dict[Result, str]:
@@ -102,7 +102,7 @@ class Matrix(NamedTuple):
 
 def matrices(rows: Sequence[Result]) -> list[Matrix]:
     """One matrix for each model with scores of at least two tasks. A row has a mean if no task is missing."""
-    parts = [row for row in by_task(in_order(rows)) if not row.reads]
+    parts = [row for row in by_task(in_order(rows)) if row.measure == "score"]
     found = []
     for model in dict.fromkeys(row.model_label for row in parts):
         own = [row for row in parts if row.model_label == model]
