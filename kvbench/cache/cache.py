@@ -29,11 +29,10 @@ from kvbench.cache.extras import extras_of, layers_of
 from kvbench.cache.families import check_interface, layout_of
 from kvbench.cache.hook import LayerCall, check_attention
 from kvbench.cache.interface import check_policy, uncompiled
-from kvbench.cache.joining import can_join
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.sequence import Sequence, spread
 from kvbench.cache.step import Step, append, no_attention
-from kvbench.cache.table import Table
+from kvbench.cache.tables import Tables, leave_tables
 from kvbench.cache.views import KVLayer, stacked
 from kvbench.errors import ConfigError, as_python
 from kvbench.policies.observation import AttentionParams, StepCache
@@ -91,15 +90,12 @@ class KVCache(Cache):
         named = [len(x) for x in (prompt_length, question) if isinstance(x, List)]
         self._add_sequences(named[0] if named else 1, policy)
         self.one_prompt = False  # all sequences process one and the same prompt
-        self.tables: list[Table] = []
-        self._rows: list[Sequence | None] = []  # the sequence of each row of a decoding step; None: padding
         self._evictions = Evictions(self.extras)
         self._model = CallingModel(self.config)
         self._counts: list[int] = []  # tokens of each sequence in the running call
-        self._held: list[tuple[Table, slice | Tensor | None]] = []  # tables, and the rows of the running call they have
-        self._alone: list[tuple[int, Sequence]] = []  # rows of sequences without a table, beside them
         self._places = self._layout.places
-        self._tabulates = not (self._layout.owners or self._layout.latent)
+        enters = not (self._layout.owners or self._layout.latent)
+        self.tables = Tables(self.sequences, len(self._places) * enters)
         layers = layers_of(self.sequences, self._layout)
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
         super().__init__(layers=layers)
@@ -124,32 +120,7 @@ class KVCache(Cache):
 
         pads: rows may be padding, so that the call may be recorded.
         """
-        self._enter_tables(pads)
-        alone = [sequence for sequence in self.sequences if sequence.table is None]
-        self._rows = [*(row for table in self.tables for row in table.rows), *alone]
-        self.sequences[:] = [sequence for sequence in self._rows if sequence is not None]  # in the order of states
-        return self._rows
-
-    @property
-    def recordable(self) -> bool:
-        """Whether the step that begins depends on nothing but the tokens, and changes only tensors on the device."""
-        return all(sequence.table is not None for sequence in self.sequences)
-
-    @property
-    def version(self) -> tuple[object, ...]:
-        """Changes when a recorded step is not valid any more."""
-        return tuple((id(table), table.version) for table in self.tables)
-
-    @property
-    def next_positions(self) -> Tensor:
-        """Positions of the next tokens [P,1], which follow those of a step on the device, if all are in tables."""
-        parts = [table.positions for table in self.tables]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def count(self, steps: int) -> None:
-        """Count steps that the device took; negative to undo."""
-        for table in self.tables:
-            table.count(steps)
+        return self.tables.arrange(pads and not self._layout.states)
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         """Remove sequences from the cache; each can be used by another cache then."""
@@ -158,20 +129,9 @@ class KVCache(Cache):
         for sequence in leaving:
             self.sequences.remove(sequence)
 
-    def _enter_tables(self, pads: bool = False) -> None:
-        """Let all sequences that decode alike enter tables, one for each format of their stores."""
-        self.tables = [table for table in self.tables if table.rows]
-        leave_tables([one for one in self.sequences if one.table not in (None, *self.tables)])  # those of other caches
-        for table in self.tables:
-            table.admit(self.sequences)
-        while self._tabulates and any(one.table is None and can_join(one) for one in self.sequences):
-            table = Table(len(self.attention_layers), pads and not self._layout.states)
-            table.admit(self.sequences)
-            self.tables.append(table)
-
     def _begin_rows(self, rows: int) -> None:
         """Begin a sequence for each row of the first call. ValueError for another number of rows later."""
-        if rows != (len(self._rows) or len(self.sequences)):
+        if rows != (len(self.tables.rows) or len(self.sequences)):
             if len(self.sequences) > 1 or self.sequences[0].started:
                 raise ValueError(f"the cache has {len(self.sequences)} sequences, the model was called with {rows}")
             self._add_sequences(rows, self.policy)
@@ -214,7 +174,7 @@ class KVCache(Cache):
         for extra in self.extras:
             extra.begin_layer()
         attend = self._attend_prompt if self.one_prompt else self._attend_rows
-        if self._held:
+        if self.tables.running:
             attend = self._attend_tables
         out = attend(index, queries, call.new_keys, call.new_values, params)
         if index == len(self.attention_layers) - 1 and all(extra.call_is_over for extra in self.extras):
@@ -244,17 +204,10 @@ class KVCache(Cache):
         self, index: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
         """Attention of decoded tokens: the rows of every table at once, and each of the others by itself."""
-        out: Tensor | None = None
-        for table, rows in self._held:
-            q, k, v = (x if rows is None else x[rows] for x in (queries, keys, values))
-            found = table.attend(index, q, k, v, params)
-            if rows is None:
-                return found
-            out = found.new_zeros(len(queries), *found.shape[1:]) if out is None else out
-            out[rows] = found
-        assert out is not None, "a sequence is in a table"
-        for row, sequence in self._alone:
-            out[row : row + 1] = self._attend_row(row, sequence, 1, index, queries, keys, values, params)
+        new = queries, keys, values, params
+        out = self.tables.attend(index, *new)
+        for row, sequence in self.tables.alone:
+            out[row : row + 1] = self._attend_row(row, sequence, 1, index, *new)
         return out
 
     def _attend_rows(
@@ -306,8 +259,7 @@ class KVCache(Cache):
     def _begin_call(self, module: nn.Module, queries: Tensor, columns: Columns) -> None:
         """Check a call of queries [B,H_q,M,D], and split it into the steps of every sequence."""
         self._model.check(module)
-        for table in self.tables:  # of a model with layers without a cache at its end
-            table.end_call()
+        self.tables.end_steps()  # of a model with layers without a cache at its end
         mask = None  # [B,M] bool: the tokens that are no padding
         if self.sequences and not self.sequences[0].isolated:  # those of the engine are checked and have no padding
             seen = [one.seen for one in self.sequences] if self.sequences[0].started else []
@@ -325,47 +277,24 @@ class KVCache(Cache):
             extra.begin_call(self.sequences, mask)
         if new > 1 or mask is not None or self.one_prompt:
             leave_tables(self.sequences)
-        elif not self._rows:
-            self._enter_tables()
+        elif not self.tables.rows:
+            self.tables.enter()
         self._counts = [new] * rows if mask is None else mask.sum(-1).tolist()
-        for sequence, count in zip(self._rows or self.sequences, self._counts, strict=True):
+        for sequence, count in zip(self.tables.rows or self.sequences, self._counts, strict=True):
             if sequence is not None and sequence.error is None and sequence.table is None:
                 try:
                     sequence.begin_call(count, new, self._is_user_defined)
                 except Exception as error:
                     sequence.fail(error)
-        self._place_rows(queries.device)
-
-    def _place_rows(self, device: torch.device) -> None:
-        """The rows of the call that each table has, None for all of them, and those of sequences without a table."""
-        order: List[Sequence | None] = self._rows or list(self.sequences)
-        row_of = {sequence: row for row, sequence in enumerate(order) if sequence is not None}
-        begin, self._held = 0, []
-        for table in self.tables if any(one.table is not None for one in self.sequences) else ():
-            own = table.rows
-            rows = list(range(begin, begin + len(own)))  # table by table, padding included
-            begin += len(own)
-            if not self._rows:
-                rows = [row_of[sequence] for sequence in own if sequence is not None]
-            if rows == list(range(rows[0], rows[0] + len(rows))):
-                self._held.append((table, None if len(rows) == len(order) else slice(rows[0], rows[-1] + 1)))
-            else:
-                self._held.append((table, torch.tensor(rows, device=device)))
-        self._alone = [(row_of[one], one) for one in self.sequences if one.table is None] if self._held else []
+        self.tables.begin(queries.device)
 
     def end_call(self) -> None:
         """End a call after its last layer: carry out the evictions and check the budgets."""
-        self._end_tables()
+        self.tables.end()
         for sequence in self.sequences:
             sequence.before = sequence.columns
         self._evictions.end_call()
         self._finish([sequence for sequence in self.sequences if not sequence.waits])
-
-    def _end_tables(self) -> None:
-        """Carry out the evictions of tables that have attended."""
-        for table, _ in self._held:
-            table.end_call()
-        self._rows, self._held = [], []
 
     def _finish(self, sequences: List[Sequence]) -> None:
         """The evictions of a call are done: check the budgets."""
@@ -491,21 +420,9 @@ class KVCache(Cache):
 
         Raises ScoreError for NaN scores of decoding steps on a GPU.
         """
-        self._end_tables()
+        self.tables.end()
         self._evictions.end_call()
         leave_tables(self.sequences)
         check_scores(self.sequences)
         for sequence in self.sequences:
             audit(sequence)
-
-
-def leave_tables(sequences: Iterable[Sequence]) -> None:
-    """Give sequences that decode in tables their layers back."""
-    leaving = [sequence for sequence in sequences if sequence.table is not None]
-    for table in {id(one.table): one.table for one in leaving if one.table is not None}.values():
-        own = [sequence for sequence in leaving if sequence.table is table]
-        if table.is_tight and len(own) == sum(row is not None for row in table.rows):
-            table.free_all()
-        for sequence in own:
-            if sequence.table is not None:
-                table.free(sequence)

@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Sequence as List
 
-from kvbench.cache.cache import KVCache, leave_tables
+from kvbench.cache.cache import KVCache
+from kvbench.cache.tables import leave_tables
 from kvbench.policies.policy import Policy
 
 

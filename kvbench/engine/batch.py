@@ -207,7 +207,7 @@ class DecodeBatch:
         for row, sequence in found.items():
             if sequence.logits is not None:
                 rate(sequence.held, sequence.logits, tokens[row : row + 1])
-        if self._recorder is not None and cache is self._recorded and cache.recordable:
+        if self._recorder is not None and cache is self._recorded and cache.tables.recordable:
             logits = self._recorder(tokens, places, cache)
         else:
             logits = next_logits(self._model, tokens, places, cache)

@@ -56,15 +56,15 @@ class Recorder(GraphRecorder):
 
     def __call__(self, tokens: Tensor, places: Tensor, cache: KVCache) -> Tensor:
         """The logits [P,V] after tokens [P,1] at places [P,1]; valid until the next step."""
-        if self._called != (cache, cache.version):
-            self._called, self._graph = (cache, cache.version), None
+        if self._called != (cache, cache.tables.version):
+            self._called, self._graph = (cache, cache.tables.version), None
         elif self._graph is None and not self.failed:
             self._graph = self._record(cache, tokens)
         if self._graph is None:
             return next_logits(self._model, tokens, places, cache)
         self._tokens.copy_(tokens)
         self._graph.replay()
-        cache.count(1)
+        cache.tables.count(1)
         return self._logits
 
     def _record(self, cache: KVCache, tokens: Tensor) -> torch.cuda.CUDAGraph | None:
@@ -72,7 +72,7 @@ class Recorder(GraphRecorder):
         self._tokens, graph, seen = tokens.clone(), torch.cuda.CUDAGraph(), cache.seen
         try:
             with self.capture(graph, "a decoding step", "steps"):
-                self._logits = next_logits(self._model, self._tokens, cache.next_positions, cache)
+                self._logits = next_logits(self._model, self._tokens, cache.tables.positions, cache)
         finally:
-            cache.count(seen - cache.seen)
+            cache.tables.count(seen - cache.seen)
         return None if self.failed else graph

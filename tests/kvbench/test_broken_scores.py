@@ -101,7 +101,7 @@ def test_a_decoding_step_on_a_gpu_does_not_read_its_scores(monkeypatch: pytest.M
 def test_flags_of_a_gpu_end_their_own_sequence(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction, "READ_AT_ONCE", ())
     monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
-    monkeypatch.setattr("kvbench.cache.cache.can_join", lambda sequence: at_once and can_join(sequence))
+    monkeypatch.setattr("kvbench.cache.tables.can_join", lambda sequence: at_once and can_join(sequence))
     running, good = model(), make_policy("knorm", BUDGET, decode="evict")
     alone = generate_tokens(running, asked(1).input_ids, good, max_new_tokens=6)
     flight = DecodeBatch(running)

@@ -77,19 +77,18 @@ def test_official_aggregates_stand_beside_the_mean_and_all_is_plain_json() -> No
 
 TIDY = """
 run_id model weights dtype policy schedule decode policy_fields budget budget_kind compress task task_fields subset
-seed n n_failed n_shared score score_low score_high interval
-score_vs_full score_vs_full_low score_vs_full_high score_vs_full_p
-lost lost_low lost_high gained gained_low gained_high lost_of_right lost_of_right_low lost_of_right_high flips
-length_change length_change_low length_change_high length_ratio cut_vs_full cut_vs_full_low cut_vs_full_high
-nll nll_low nll_high perplexity nll_vs_full nll_vs_full_low nll_vs_full_high nll_vs_full_p perplexity_gap
-scored_tokens block max_kept_tokens nll_curve official official_intervals
+seed n_seeds seed_sd n n_failed n_shared score score_low score_high interval score_vs_full score_vs_full_low
+score_vs_full_high score_vs_full_p lost lost_low lost_high gained gained_low gained_high lost_of_right
+lost_of_right_low lost_of_right_high flips length_change length_change_low length_change_high length_ratio cut_vs_full
+cut_vs_full_low cut_vs_full_high nll nll_low nll_high perplexity nll_vs_full nll_vs_full_low nll_vs_full_high
+nll_vs_full_p perplexity_gap scored_tokens block max_kept_tokens nll_curve official official_intervals kl kl_low
+kl_high kl_over_tokens kl_after_first kl_median kl_p90 kl_p99 kl_p999 kl_max kl_infinite same_top diverged_share
+diverged_share_low diverged_share_high first_divergence delta_logprob rms_delta_p compared_tokens left_out
 prompt_tokens generated_tokens cut_share cut_share_low cut_share_high in_thought pass_at_k kept_tokens cache_bytes
-spare_bytes
-state_bytes peak_bytes device_peak_bytes full_cache_bytes full_position_bytes cache_share
-bits_per_number ratio_to_16_bit kv_footprint kv_footprint_low kv_footprint_high
-evicted_share read_tokens read_bytes unmasked_tokens pre_pass_tokens pre_pass_steps recomputed_tokens
-prefill_seconds decode_seconds decode_ms_per_token
-code device kvbench_revision mixed state
+spare_bytes state_bytes peak_bytes device_peak_bytes full_cache_bytes full_position_bytes cache_share bits_per_number
+ratio_to_16_bit kv_footprint kv_footprint_low kv_footprint_high evicted_share read_tokens read_bytes unmasked_tokens
+pre_pass_tokens pre_pass_steps recomputed_tokens prefill_seconds decode_seconds decode_ms_per_token code device
+kvbench_revision mixed state
 """
 
 

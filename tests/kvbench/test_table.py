@@ -18,8 +18,8 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.attend import triton
 from kvbench.cache.attend.torch import TorchBackend
 from kvbench.cache.attend.triton import TritonBackend
-from kvbench.cache.cache import leave_tables
 from kvbench.cache.hook import prepare
+from kvbench.cache.tables import leave_tables
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill
@@ -84,7 +84,7 @@ def equal_one_by_one(model: Any, some: Sequence[Policy]) -> list[float]:
     together = decoded(model, some, shares)
     with patch(BACKEND, lambda like: TorchBackend()):
         assert together == decoded(model, some)
-    with patch("kvbench.cache.cache.can_join", lambda sequence: False):
+    with patch("kvbench.cache.tables.can_join", lambda sequence: False):
         assert [one[:3] for one in together] == [one[:3] for one in decoded(model, some)]
     return shares
 
@@ -260,7 +260,7 @@ def test_one_launch_of_attention_serves_all_budgets_and_operations_do_not_grow_w
         cache = flight._cache
         rows = cache.begin_step(pads=False)
         assert len(rows) == 6 * examples
-        tokens, places = torch.zeros(len(rows), 1, dtype=torch.long), cache.next_positions
+        tokens, places = torch.zeros(len(rows), 1, dtype=torch.long), cache.tables.positions
         with torch.inference_mode(), Operations() as operations:
             next_logits(model, tokens, places, cache)
         found.append((len(launches), operations.count))
