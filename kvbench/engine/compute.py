@@ -75,6 +75,7 @@ def _compute(writers: Sequence[RunWriter]) -> None:
     """Compute one group of runs; only an interrupt is raised."""
     try:
         prompts = prompts_for([writer.run for writer in writers])
+        prompts.first(writers[0].run.limit)  # a file that is missing is named
         writers[0].run.check_data()
         for writer in writers:
             with writer.isolated():
