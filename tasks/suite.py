@@ -34,14 +34,14 @@ class TaskSuite(Task):
     shared: ClassVar[tuple[str, ...]] = ()
     """Fields of the suite that override the same field of every task; a data_dir of None does not.
 
-    So do think_end and chat_template_args, if they are set.
+    So do think_end, think_begin and chat_template_args, if they are set.
     """
 
     tasks: Mapping[str, Task]
 
     def __post_init__(self) -> None:
         values = {name: getattr(self, name) for name in self.shared}
-        thinking = {name: getattr(self, name) for name in ("think_end", "chat_template_args")}
+        thinking = {name: getattr(self, name) for name in ("think_end", "think_begin", "chat_template_args")}
         values |= {name: value for name, value in thinking.items() if value is not None}
         if values.get("data_dir", "") is None:
             del values["data_dir"]

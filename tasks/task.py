@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -124,39 +125,48 @@ class Example:
         return not self.rated and self.target is None and self.reading is None
 
 
+THOUGHTS = {
+    "<channel|>": "<|channel>",  # Gemma 4
+    "<|channel|>final<|message|>": "<|channel|>analysis",  # gpt-oss
+    "<|END_THINKING|>": "<|START_THINKING|>",  # Command A
+    "<|inner_suffix|>": "<|inner_prefix|>",  # Apertus
+    "<|think:end|>": "<|think:start|>",  # Solar Open 2
+    "[unused17]": "[unused16]",  # openPangu
+    "<unused95>": "<unused94>",  # MedGemma
+    "Here is my response:": "Here is my thought process:",  # Granite 3.2
+}
+"""The texts that end and begin a thought of public models, where they are not a pair such as </think> and <think>."""
+
+
+def thought_begin(end: str) -> str | None:
+    """The text that begins a thought that `end` ends: <think> for </think>, or that of a public model; else None."""
+    known = next((begin for mark, begin in THOUGHTS.items() if mark in end), None)
+    slashed = re.match(r"\s*([^\w\s/]+)/(\w[^\s<\[]*)", end)
+    return slashed[1] + slashed[2] if known is None and slashed else known
+
+
 @dataclass(frozen=True)
 class Thoughts:
-    """The text that ends a thought, such as </think>; without its slash, it begins one.
+    """The texts that begin and end a thought, such as <think> and </think>.
 
     An answer is the text after the last thought. An output in which a thought begins and none ends has no answer; an
     output without marks is the answer.
     """
 
+    begin: str
     end: str
-
-    @property
-    def begin(self) -> str | None:
-        """The text that begins a thought; None if that is unknown, as for a text without a slash."""
-        return self.end.replace("/", "", 1) if "/" in self.end else None
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """The texts that begin and end a thought."""
-        return (self.end,) if self.begin is None else (self.begin, self.end)
 
     def split(self, output: str, opened: bool = False) -> tuple[str, str | None]:
         """The thought with the white space behind it, and the answer; None inside a thought. opened: by the prompt."""
         if self.end in output:
             answer = output.rpartition(self.end)[2].lstrip()
             return output.removesuffix(answer), answer
-        inside = opened or (self.begin is not None and self.begin in output)
-        return (output, None) if inside else ("", output)
+        return (output, None) if opened or self.begin in output else ("", output)
 
     def opened(self, prompt: str, begun: str = "") -> bool:
         """Whether a prompt ends with the beginning of a thought, or the given beginning of the answer opens one."""
-        if self.begin is None:
-            return False
-        text = self.begin * prompt.rstrip().endswith(self.begin) + begun
+        last = prompt.rstrip().removesuffix("thought")  # the name of Gemma 4's channel
+        text = self.begin * last.endswith(self.begin) + begun
         return text.rfind(self.begin) > text.rfind(self.end)
 
 
@@ -186,7 +196,8 @@ class Task(ABC):
 
     name: name in tables. chat: wrap prompts in the model's chat template, if it has one. chat_template_args: further
     arguments of the template, such as {enable_thinking: false}. think_end: the text that ends thinking, such as
-    </think>; only the text after the last one is scored (see `Thoughts`). stop: strings that end an answer, outside of
+    </think>; only the text after the last one is scored (see `Thoughts`). think_begin: the text that begins it; None:
+    <think> for </think>, and the pairs of public models in `THOUGHTS`. stop: strings that end an answer, outside of
     thoughts; they are not part of it. end_texts: the last token of each of them ends an answer, as EOS does.
     min_new_tokens: number of tokens before EOS or such a token may be generated. truncation: how a prompt longer than
     the model's context is handled: "refuse" is an error, "middle" keeps its first and last halves, "left" the end
@@ -215,6 +226,7 @@ class Task(ABC):
     chat: bool = False
     chat_template_args: Mapping[str, Any] | None = None
     think_end: str | None = None
+    think_begin: str | None = None
     stop: tuple[str, ...] = ()
     end_texts: tuple[str, ...] = ()
     min_new_tokens: int = 0
@@ -238,12 +250,25 @@ class Task(ABC):
             whole_number("max_new_tokens", self.max_new_tokens, 0)
         if self.chat_template_args is not None and not isinstance(self.chat_template_args, Mapping):
             raise ConfigError("chat_template_args", self.chat_template_args, "fields, such as {enable_thinking: false}")
-        if self.think_end is not None and (not isinstance(self.think_end, str) or not self.think_end):
-            raise ConfigError("think_end", self.think_end, "a text, such as </think>, or null")
+        self._check_thoughts()
         for name in ("stop", "end_texts"):
             texts = getattr(self, name)
             if not are_texts(texts):
                 raise ConfigError(name, texts, why="is not allowed, it must be a list of strings that are not empty")
+
+    def _check_thoughts(self) -> None:
+        """Raise ConfigError for marks of thoughts that cannot be used."""
+        for name, example in (("think_end", "</think>"), ("think_begin", "<think>")):
+            mark = getattr(self, name)
+            if mark is not None and (not isinstance(mark, str) or not mark.strip()):
+                raise ConfigError(name, mark, f"a text, such as {example}, or null")
+        if self.think_end is None and self.think_begin is not None:
+            raise ConfigError("think_begin", self.think_begin, why="has no effect without think_end")
+        if self.think_end is not None and self.think_begin == self.think_end:
+            raise ConfigError("think_begin", self.think_begin, why="is not allowed, it must differ from think_end")
+        if self.think_end is not None and self.think_begin is None and thought_begin(self.think_end) is None:
+            why = "is not the end of a known thought: name the text that begins it, task.think_begin=..."
+            raise ConfigError("think_end", self.think_end, why=why)
 
     @property
     def compress(self) -> str | None:
@@ -270,7 +295,8 @@ class Task(ABC):
     @property
     def thoughts(self) -> Thoughts | None:
         """The marks of thoughts before an answer; None if there are none."""
-        return None if self.think_end is None else Thoughts(self.think_end)
+        begin = None if self.think_end is None else self.think_begin or thought_begin(self.think_end)
+        return None if self.think_end is None or begin is None else Thoughts(begin, self.think_end)
 
     def after_thinking(self, output: str, opened: bool = False) -> str | None:
         """The part of an output that is scored; None if it ends inside a thought. opened: it begins inside one."""

@@ -52,13 +52,15 @@ def ask(
     chat: bool = True,
     chat_template_args: Mapping[str, Any] | None = None,
     think_end: str | None = None,
+    think_begin: str | None = None,
     **fields: Any,  # noqa: ANN401 - fields of `evaluate`
 ) -> list[str]:
     """The answers to questions about one context, which is prefilled and compressed once, before they are known.
 
     model, tokenizer, policy, budget and fields: as in `evaluate`. chat: use the model's chat template, if it has one;
     chat_template_args: its arguments, such as {"enable_thinking": False}. think_end: the text that ends thinking, such
-    as "</think>": an answer is the text after it, "" if it was cut off in a thought. Each question is answered alone.
+    as "</think>": an answer is the text after it, "" if it was cut off in a thought. think_begin: the text that begins
+    thinking, if it is not that of a known model. Each question is answered alone.
     Raises ValueError for a wrong value, and BudgetError if the cache holds more than the policy allows.
     """
     texts = [questions] if isinstance(questions, str) else list(questions or ())
@@ -72,7 +74,7 @@ def ask(
         raise UsageError("ask needs a context and questions, texts that are not empty")
     task = Questions(
         context=context, questions=tuple(texts), max_new_tokens=max_new_tokens, chat=chat,
-        chat_template_args=chat_template_args, think_end=think_end,
+        chat_template_args=chat_template_args, think_end=think_end, think_begin=think_begin,
     )  # fmt: skip
     results = evaluate(model, tokenizer, policies=[policy], budgets=[budget], tasks=[task], **fields)
     answers = [(sample.output if sample.answer is None else sample.answer) or "" for sample in results[0].samples]

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from kvbench.models.tokens import special_ends
+from kvbench.models.tokens import special_tokens
 from kvbench.tasks.task import Thoughts
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def end_tokens(
     found: list[Any] = list(generation) if isinstance(generation, list) else [generation]
     if tokenizer is not None:
         texts = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in end_texts]
-        found += [tokenizer.eos_token_id, *texts, *special_ends(tokenizer, stops)]
+        found += [tokenizer.eos_token_id, *texts, *special_tokens(tokenizer, stops.__contains__)]
     return sorted({i for i in found if isinstance(i, int)})
 
 
@@ -102,14 +102,16 @@ class Ending:
         """The thought and the answer after it; None if the thought has not ended."""
         if self.thoughts is None:
             return "", decoded(self.tokenizer, tokens)
-        return self.thoughts.split(decoded(self.tokenizer, tokens, self.thoughts.marks), self.opened)
+        return self.thoughts.split(
+            decoded(self.tokenizer, tokens, (self.thoughts.begin, self.thoughts.end)), self.opened
+        )
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int], kept: Sequence[str] = ()) -> str:
-    """The text of tokens without special tokens, except those in `kept`."""
-    shown = special_ends(tokenizer, kept)
+    """The text of tokens without special tokens, except those that occur in the texts `kept`."""
+    shown = special_tokens(tokenizer, lambda token: any(token in text for text in kept)) if kept else ()
     parts, start = [], 0
-    for place in [n for n, token in enumerate(tokens) if token in shown] if shown else []:
+    for place in [n for n, token in enumerate(tokens) if token in shown]:
         parts += [tokenizer.decode(tokens[start:place], skip_special_tokens=True), tokenizer.decode([tokens[place]])]
         start = place + 1
     return "".join(map(str, [*parts, tokenizer.decode(tokens[start:], skip_special_tokens=True)]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -116,6 +116,6 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> lis
     return list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
 
 
-def special_ends(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> list[int]:
-    """Ids of the stop strings that are special tokens, which do not appear in decoded text."""
-    return [index for index, token in tokenizer.added_tokens_decoder.items() if token.special and str(token) in stops]
+def special_tokens(tokenizer: PreTrainedTokenizerBase, chosen: Callable[[str], bool]) -> list[int]:
+    """Ids of the chosen special tokens, which do not appear in decoded text."""
+    return [index for index, token in tokenizer.added_tokens_decoder.items() if token.special and chosen(str(token))]

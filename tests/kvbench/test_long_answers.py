@@ -18,7 +18,7 @@ from kvbench.report.table import results_table
 from kvbench.run.run import build_run
 from kvbench.run.run_config import Sampling
 from kvbench.tasks.lm_eval.task import chat_text
-from kvbench.tasks.task import Example, Task, Thoughts
+from kvbench.tasks.task import THOUGHTS, Example, Task, Thoughts
 from kvbench.tools.diagnose import runs_of
 
 
@@ -70,21 +70,39 @@ def test_a_template_reads_the_task_s_arguments(tiny_model: Path) -> None:
     assert chat_text(tokenizer, turns, True, {"enable_thinking": True}) == "1+1? Think.", "as for tasks of lm-eval"
 
 
+def marks(end: str) -> Thoughts:
+    """The marks of a task's thoughts."""
+    found = Thinking(think_end=end).thoughts
+    assert found is not None
+    return found
+
+
 def test_stop_strings_count_only_after_a_thought(tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]", "<|end|>"]})
+    special = [
+        "<|end|>",
+        "[THINK]",
+        "[/THINK]",
+        "<|channel>",
+        "<channel|>",
+        "<|channel|>",
+        "<|message|>",
+        "<|END_THINKING|>",
+    ]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
 
     def told(text: str, mark: str = "</think>", opened: bool = False) -> tuple[str, bool]:
         """The text of the answer, generated token by token until it ends, and whether it ended before EOS."""
         ends = end_tokens(None, tokenizer, ("\n",), ("<|end|>",))
-        ending = Ending(tokenizer, ("END",), Thoughts(mark), opened, ends)
+        ending = Ending(tokenizer, ("END",), marks(mark), opened, ends)
         tokens = tokenizer.encode(text, add_special_tokens=False)
         for n in range(1, len(tokens) + 1):
             if ending.reached(tokens[:n]):
                 return ending.text(tokens[:n]), True
         return ending.text(tokens), False
 
-    for begin, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
+    known = [(begin, end) for end, begin in THOUGHTS.items()]
+    for begin, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]"), *known):
         thought = f"{begin}a END\n<|end|>b"
         shown = thought.replace("<|end|>", "")
         assert told(thought, end) == (shown, False)
@@ -112,14 +130,15 @@ def test_an_answer_cut_off_inside_its_thought_is_an_empty_answer(tmp_path: Path)
     assert "in thought" in results_table([inside]).frame.columns
     assert "in thought" not in results_table([whole]).frame.columns
     assert after.in_thought is None
-    thoughts = Thoughts("</think>")
+    thoughts = marks("</think>")
     assert thoughts.opened("question<|assistant|><think>\n")
     assert thoughts.opened("x<think>\n", " Answer:")
     assert not thoughts.opened("what is <think>?", " Answer:")
     assert not thoughts.opened("x<think>\n\n</think>\n\n")
     assert not thoughts.opened("x<think>", " none</think>")
-    assert Thoughts("[/THINK]").opened("[THINK]")
-    assert not Thoughts("assistantfinal").opened("analysis")
+    assert marks("[/THINK]").opened("[THINK]")
+    assert marks("<channel|>").opened("<|turn>model\n<|channel>thought\n")
+    assert not marks("<channel|>").opened("<|turn>model\n<|channel>thought\n<channel|>")
 
 
 def test_the_reasoning_experiment_has_each_policy_at_each_budget_with_the_prompt_protected_or_not() -> None:

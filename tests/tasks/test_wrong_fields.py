@@ -18,6 +18,12 @@ WRONG = [
     ("arithmetic", "operation=product", "operation must be sum, difference or both, got 'product'"),
     ("math500", "chat_template_args=3", "chat_template_args must be fields, such as {enable_thinking: false}, got 3"),
     ("math500", "think_end=''", "think_end must be a text, such as </think>, or null"),
+    (
+        "math500",
+        "think_end='Answer:'",
+        "is not the end of a known thought: name the text that begins it, task.think_begin=",
+    ),
+    ("math500", "think_begin='</think>'", "think_begin='</think>' is not allowed, it must differ from think_end"),
     ("math500", "protocol=authors", "protocol must be sound or kvpress, got 'authors'"),
     ("ruler/niah_single_1", "haystack=book", "haystack must be noise, needle or essay, got 'book'"),
     ("ruler/niah_single_1", "keys=26", "make more needles than the 25 lines"),
