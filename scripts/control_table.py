@@ -2,10 +2,10 @@
 
 python scripts/control_table.py results/runs/qwen25_coder_05b/control -o results/qwen25_coder_05b
 
-The runs are those of conf/experiment/results/qwen25_coder_05b/control.yaml; runs with fewer than `--n` examples are left
-out. `control.csv` has a row for each score and allocation: the score of each task with its 95% interval, their mean, and
-its difference from the uniform allocation of the same score, paired over all prompts, with Holm's correction over the
-rows. `control.svg` shows the means.
+The runs are those of conf/experiment/results/qwen25_coder_05b/control.yaml; those with fewer than `--n` examples are
+left out. `control.csv` has a row for each score and allocation: the score of each task with its 95% interval, the mean,
+and its difference from the uniform allocation of the same score, paired over all prompts, with Holm's correction.
+`control.svg` shows the means.
 """
 
 from __future__ import annotations
