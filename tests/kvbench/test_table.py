@@ -1,7 +1,8 @@
 """Sequences that decode in a table are what they are alone, and the two backends give the same."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_args, get_type_hints
 from unittest.mock import patch
 
 import pytest
@@ -25,6 +26,7 @@ from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.policies.policy import Policy
+from kvbench.policies.schedule import Schedule
 
 BUDGETS = (40, 56)
 SEVERAL = ("h2o", "tova", "caote_snapkv", "full", "ada_snapkv", "snapkv", "d2o", "kvec", "cake", "streamingllm")
@@ -283,3 +285,28 @@ def test_the_arenas_are_hardly_larger_than_their_sequences_and_freed_with_the_la
         finish(flight)
         assert max(alive) < 1.6 * max(own)
         assert live.now - before <= 1.02 * sum(row.cache.nbytes for row in rows)
+
+
+DECODING: dict[str, dict[str, Any]] = {
+    "evict": {"scorer": "h2o", "decode": "evict"},
+    "grow": {"scorer": "h2o", "decode": "grow"},
+    "threshold": {"scorer": "threshold_random", "decode": "threshold"},
+}
+
+
+def test_every_way_of_decoding_has_a_case() -> None:
+    decode = next(field for field in fields(Schedule) if field.name == "decode")
+    assert set(DECODING) == set(get_args(get_type_hints(Schedule)[decode.name]))
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_both_backends_keep_the_same_tokens_however_decoding_evicts(name: str) -> None:
+    """A threshold evicts while decoding too: with tau = 0.5, random scores keep about half of the tokens."""
+    how = dict(DECODING[name])
+    slug = how.pop("scorer")
+    policy = make_policy(slug, **how, **({"tau": 0.5, "window": 8} if name == "threshold" else {"budget": 40}))
+    found = decoded(model_of(), [policy])
+    with patch(BACKEND, lambda like: TorchBackend()):
+        assert found == decoded(model_of(), [policy])
+    held = [len(head) for layer in found[0][2][0] for head in layer]
+    assert max(held) < (90 + 20 if name == "grow" else 80), "tokens were evicted"
