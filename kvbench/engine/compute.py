@@ -75,8 +75,8 @@ def _compute(writers: Sequence[RunWriter]) -> None:
     """Compute one group of runs; only an interrupt is raised."""
     try:
         prompts = prompts_for([writer.run for writer in writers])
-        prompts.first(writers[0].run.limit)  # a file that is missing is named
-        writers[0].run.check_data()
+        if prompts.made:  # else the error of the first prompt says more, such as the name of a missing file
+            writers[0].run.check_data()
         for writer in writers:
             with writer.isolated():
                 writer.check(prompts.first(writer.run.limit))
