@@ -98,6 +98,13 @@ def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, seen: Tenso
     return out.reshape(batch, query_heads, new, values.shape[-1])  # on a GPU it may be strided
 
 
+def weigh(rows: Tensor, values: Tensor) -> Tensor:
+    """Attention output [B,H_q,M,D] of weights [B,H_kv,G,M,T] float32 over values [B,H_kv,T,D]."""
+    batch, heads, group, new, slots = rows.shape
+    weights = rows.view(batch * heads, group * new, slots).to(values.dtype)
+    return torch.bmm(weights, values.flatten(0, 1)).view(batch, heads * group, new, -1)
+
+
 def sink_factor(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
     """The share of probability that attention sinks leave to rows with this (natural) log-sum-exp.
 

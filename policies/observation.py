@@ -62,7 +62,7 @@ class Observation:
     -1 is padding or an empty slot. evictable [B,H_kv,T] bool: tokens that are not protected, if `needs.evictable`.
     memory: data per sequence that a scorer's `observe` updates, if `needs.memory`. shared: data that scorers of several
     layers exchange. known: results that were computed once for this step.
-    `kvbench.cache.rows` combines several layers into one observation, whose sequences are the rows.
+    `kvbench.cache.group` combines several layers into one observation, whose sequences are the rows.
     """
 
     layer: int

@@ -14,7 +14,7 @@ from kvbench.cache.step import Step
 from kvbench.kernels.decode import decode_attention
 from kvbench.kernels.prompt import attention_behind, masked_attention, prompt_attention
 from kvbench.kernels.query_sums import attention_moments, column_sums
-from kvbench.kernels.references import FEW_QUERIES, Attended, grouped_attention, visible
+from kvbench.kernels.references import FEW_QUERIES, Attended, grouped_attention, visible, weigh
 from kvbench.kernels.tiles import INTERPRETED, decodes, use_triton
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, known_weights
@@ -66,7 +66,7 @@ def _attend_with_statistics(step: Step, needs: Needs) -> Tensor | None:
         if out is not None:
             return out
     if step.phase == "decode" and step.observation.sees_all:
-        return _weigh(step.observation.window_attention(1), held.values) if needs.newest_row and dense else None
+        return weigh(step.observation.window_attention(1), held.values) if needs.newest_row and dense else None
     return None if needs.sums is None else attend_and_sum(step.observation, needs.sums)
 
 
@@ -180,10 +180,3 @@ def _newest_last(step: Step) -> bool:
         return True
     last = held.positions[:, :, -step.queries.shape[2] :]
     return last.shape[2] == step.queries.shape[2] and bool((last == step.positions[:, None]).all())
-
-
-def _weigh(rows: Tensor, values: Tensor) -> Tensor:
-    """Attention output [B,H_q,m,D] of weights [B,H_kv,G,m,C] float32 over values [B,H_kv,C,D]."""
-    batch, heads, group, new, slots = rows.shape
-    weights = rows.view(batch * heads, group * new, slots).to(values.dtype)
-    return torch.bmm(weights, values.flatten(0, 1)).view(batch, heads * group, new, -1)

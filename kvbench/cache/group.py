@@ -104,12 +104,14 @@ class Group:
     ) -> None:
         self.kinds, self.rows, self.state, self.policy = kinds, rows, state, kinds[0].policy
         self.memory, self.lengths = memory, {name: x[:, rows] for name, x in lengths.items()}
+        longest = self.longest(range(len(lengths["starts"])))
+        self.columns = torch.arange(longest, device=memory.positions.device)
         self._plan: list[tuple[int, ...]] = []  # layers that evict at once
         self.shared: dict[str, Tensor] = {}  # data that scorers of several layers exchange within a step
 
     def has(self, row: int) -> bool:
         """Whether a row of the step is one of the group."""
-        return row in range(self.rows.start, self.rows.stop)
+        return bool(self.rows.start <= row < self.rows.stop)
 
     def evict(
         self, queries: Tensor, params: List[AttentionParams], backend: Backend, sequences: List[Sequence]
@@ -175,7 +177,7 @@ class Rows:
         )
         self._full = self._counts == limit  # the other sequences have taken one more slot instead
         self._going = self._full.flatten(0, 1)[:, 0]  # rows that evict a token, bool [n]
-        columns = torch.arange(group.longest(layers), device=queries.device)
+        columns = group.columns[: group.longest(layers)]
         width = queries.shape[2] // self._starts.shape[2] if self.policy.needs.query_heads else 1
         segments = Segments(layers, which, group.rows, self._starts, self._counts, columns)
         self.slots: GroupSlots = backend.slots(group.memory, segments, self.policy.needs.statistics, width)

@@ -40,7 +40,8 @@ def can_join(sequence: Sequence) -> bool:
         return False
     if not all(layer.opened and not layer.unsettled and layer.ranking is None for layer in layers):
         return False
-    return len({_shape(sequence, layer) for layer in layers}) == 1 and _shape(sequence, layers[0]) is not None
+    shapes = {_shape(sequence, layer) for layer in layers}
+    return len(shapes) == 1 and None not in shapes
 
 
 def _shape(sequence: Sequence, layer: Layer) -> object:

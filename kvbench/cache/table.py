@@ -30,7 +30,7 @@ from kvbench.cache.attend import Backend, LayerStep
 from kvbench.cache.device_groups import STATE, exact_state, follow, from_slots, to_slots
 from kvbench.cache.footprint import decoded
 from kvbench.cache.group import WINDOW, Group, Kind, groups_of, kind_of
-from kvbench.cache.joining import ENDLESS, can_join, format_of, slots_to_grow
+from kvbench.cache.joining import ENDLESS, format_of, slots_to_grow
 from kvbench.cache.layer import Layer
 from kvbench.cache.memory import PADDING, FlatMemory, slot_store
 from kvbench.cache.sequence import Sequence
@@ -116,13 +116,12 @@ class Table:
         return self.lengths["next"][0]
 
     # --- sequences come and go -------------------------------------------------------------------------------------
-    def admit(self, sequences: List[Sequence]) -> None:
-        """Before every step: take over those of the sequences that can join, and lengthen stores without free slots."""
+    def admit(self, joining: List[Sequence]) -> None:
+        """Before every step: take over sequences of the table's format, and lengthen stores without free slots."""
         states: dict[Sequence, State] = {}
         for member in self._members.values():
             if member.steps == member.room:
                 states |= self._lengthen(member)
-        joining = [one for one in sequences if one.table is None and can_join(one)]
         if joining:
             self.format = self.format or format_of(joining[0])
             joining = [one for one in joining if format_of(one) == self.format]
@@ -142,10 +141,10 @@ class Table:
             self._arrange(states)
         self._longest = max([self._longest, *(member.longest for member in self._members.values())])
 
-    def free(self, sequence: Sequence) -> None:
-        """Return a sequence's layers, as they would be without the table, in memory of their own."""
+    def free(self, sequence: Sequence, copies: bool = True) -> None:
+        """Return a sequence's layers, as they would be without the table; copies: in memory of their own."""
         with torch.inference_mode(self.positions.is_inference()):  # only in that mode, such tensors can be changed
-            self._free(self._members[sequence])
+            self._free(self._members[sequence], copies)
 
     @property
     def is_tight(self) -> bool:
@@ -155,10 +154,9 @@ class Table:
     def free_all(self) -> None:
         """Return the layers of all sequences, which stay where they are: no sequence takes their slots any more."""
         for sequence in list(self._members):
-            with torch.inference_mode(self.positions.is_inference()):
-                self._free(self._members[sequence], copies=False)
+            self.free(sequence, copies=False)
 
-    def _free(self, member: Member, copies: bool = True) -> None:
+    def _free(self, member: Member, copies: bool) -> None:
         sequence = member.sequence
         self.update(sequence)
         state = {name: x.clone() for name, x in self._state(member.row)}
@@ -307,7 +305,7 @@ class Table:
         for name, x in self.lengths.items():
             yield name, x[:, row]
         for group in self._groups:
-            if group.rows.start <= row < group.rows.stop:
+            if group.has(row):
                 for name, x in group.state.items():
                     yield name, x[:, row - group.rows.start]
 

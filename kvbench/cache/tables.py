@@ -60,11 +60,14 @@ class Tables:
         leave_tables(
             [one for one in self._sequences if one.table not in (None, *self._tables)]
         )  # those of other caches
+        waiting = [one for one in self._sequences if self._layers and one.table is None and can_join(one)]
         for table in self._tables:
-            table.admit(self._sequences)
-        while self._layers and any(one.table is None and can_join(one) for one in self._sequences):
+            table.admit(waiting)
+            waiting = [one for one in waiting if one.table is None]
+        while waiting:
             table = Table(self._layers, pads)
-            table.admit(self._sequences)
+            table.admit(waiting)
+            waiting = [one for one in waiting if one.table is None]
             self._tables.append(table)
 
     def arrange(self, pads: bool) -> list[Sequence | None]:

@@ -12,13 +12,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvbench.config.presets import make_policy
 from kvbench.engine.logits import NOT_A_NUMBER
+from kvbench.engine.sequence import LiveSequence
 from kvbench.errors import ConfigError
 from kvbench.models.prompt import Prompt
 from kvbench.policies.policy import Policy
@@ -26,9 +27,6 @@ from kvbench.policies.press import KVPress
 from kvbench.results.samples import Divergence
 from kvbench.run.run import Run
 from kvbench.tasks.task import Reading
-
-if TYPE_CHECKING:
-    from kvbench.engine.sequence import LiveSequence
 
 AT_ONCE = 2**22
 """Numbers of one comparison: 32 MiB of float64."""

@@ -74,7 +74,7 @@ class ColumnLayer(LayerStore):
 
     @property
     def step_format(self) -> tuple[object, ...] | None:
-        """Layers of equal formats take their decoding steps in one batch on a GPU; None: this one cannot."""
+        """Layers of equal formats take their decoding steps in one table; None: this one cannot."""
         coded = len(self.parts) == 1 and all(column.coded for column in self.parts[0].columns)
         return (self.codec, *self.dims) if coded and self.codec.most_exact else None
 

@@ -110,7 +110,7 @@ class SlotStore(LayerStore):
 
     @property
     def step_format(self) -> tuple[object, ...] | None:
-        """Layers of equal formats take their decoding steps in one batch on a GPU; None: this one cannot."""
+        """Layers of equal formats take their decoding steps in one table; None: this one cannot."""
         dims = self.memory["keys"].shape[-1], self.memory["values"].shape[-1]
         return None if "bias" in self.memory else ("dense", *dims)
 

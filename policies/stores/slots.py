@@ -56,17 +56,6 @@ def padded(parts: Sequence[Tensor], fill: float = 0, dim: int = 2) -> Tensor:
     return whole
 
 
-def biases(parts: Sequence[tuple[Tensor | None, Tensor]]) -> Tensor | None:
-    """The bias of every slot of several layers, as `padded`: 0 for a layer without bias; None if no layer has one.
-
-    parts: a layer's bias [B,H,C] or None, and its positions [B,H,C].
-    """
-    if all(bias is None for bias, _ in parts):
-        return None
-    zeros = (torch.zeros_like(places, dtype=torch.float32) if bias is None else bias for bias, places in parts)
-    return padded(list(zeros))
-
-
 def owned(x: Tensor) -> Tensor:
     """x, copied if it is a view of a larger tensor, which it would keep in memory (a fused projection, a batch)."""
     whole = x.untyped_storage().nbytes() <= x.nbytes

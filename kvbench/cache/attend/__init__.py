@@ -1,4 +1,4 @@
-"""How the steps of a table attend and read slots: the only code of the cache that depends on a device.
+"""How the steps of a table attend and read slots: the only code of a table that depends on a device.
 
 Shapes: L layers, P rows of a step, k layers and b rows of a group, n = k * b, H_q query heads, H KV heads, T slots of
 the longest row, D head dim.

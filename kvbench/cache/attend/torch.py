@@ -14,7 +14,7 @@ from kvbench.cache.attend.backend import Backend, GroupSlots, LayerStep, Segment
 from kvbench.cache.layer import Layer
 from kvbench.cache.memory import FlatMemory, slot_store
 from kvbench.kernels.prompt import masked_attention
-from kvbench.kernels.references import append, attention_logits, decode_attention_flat_ref, grouped_attention
+from kvbench.kernels.references import append, attention_logits, decode_attention_flat_ref, grouped_attention, weigh
 from kvbench.policies.mergers.merger import Vectors
 from kvbench.policies.observation import AttentionParams, known_weights
 from kvbench.policies.stores.coding import Coding
@@ -123,10 +123,3 @@ class _Viewed(GroupSlots):
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for store, *new in zip(self._stores, *(x.split(1) for x in (slots, keys, values)), strict=True):
             store.write(*new)
-
-
-def weigh(rows: Tensor, values: Tensor) -> Tensor:
-    """Attention output [B,H_q,m,D] of weights [B,H,G,m,T] float32 over values [B,H,T,D]."""
-    batch, heads, group, new, slots = rows.shape
-    weights = rows.view(batch * heads, group * new, slots).to(values.dtype)
-    return torch.bmm(weights, values.flatten(0, 1)).view(batch, heads * group, new, -1)
