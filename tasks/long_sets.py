@@ -24,10 +24,10 @@ class LongSet(Task):
 
     protocol: "authors" uses the prompts, answer lengths and scores of the benchmark's authors with their data at `hub`.
     "kvpress" uses the columns of kvpress's data set at `kvpress_hub`, always with the chat template, and kvpress's
-    scores. revision, kvpress_revision: a commit, or a branch, which may change. sha256: checksum of the authors' file.
-    data_dir: a local file or folder with the protocol's data. max_new_tokens: None uses the protocol's value. subset:
-    the configuration. truncation: a prompt that is too long loses its middle, as in the authors' code; kvpress drops
-    the end of the context.
+    scores. hub, kvpress_hub: these data sets, owner/name. revision, kvpress_revision: a commit, or a branch, which may
+    change. sha256: checksum of the authors' file. data_dir: a local file or folder with the protocol's data.
+    max_new_tokens: None uses the protocol's value. subset: the configuration. truncation: a prompt that is too long
+    loses its middle, as in the authors' code; kvpress drops the end of the context.
     """
 
     benchmark: ClassVar[str]

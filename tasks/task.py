@@ -208,7 +208,7 @@ class Task(ABC):
     """
 
     named_by: ClassVar[str | None] = None
-    """The field that `task=<file>/<name>` sets, for tasks with many named subsets."""
+    """The field that `task=<file>/<name>` sets, for tasks with many named subsets (`own_names`)."""
 
     length_field: ClassVar[str | None] = None
     """The field with the prompt length in tokens, for tasks that generate prompts of a given length."""
@@ -233,6 +233,11 @@ class Task(ABC):
     max_new_tokens: int | None = None
     truncation: str = "refuse"
     divergence: bool = False
+
+    @classmethod
+    def own_names(cls) -> Sequence[str]:
+        """The names of its subsets, for completion."""
+        return ()
 
     def __post_init__(self) -> None:
         for item in fields(self):  # YAML and the command line give lists; frozen tasks hold tuples

@@ -32,8 +32,8 @@ class SCBench(SharedContext):
     too long loses its middle.
 
     subset: the task. turns_asked: the number of turns used of every context. max_new_tokens: None uses the authors'
-    number. data_dir: a local file or folder of rows, which replaces the data set `hub` on the Hub. revision: a commit
-    of it, or a branch, which may change.
+    number. data_dir: a local file or folder of rows, which replaces the data set on the Hub. hub: that data set,
+    owner/name. revision: a commit of it, or a branch, which may change.
     Source: microsoft/MInference at fb56c91, scbench/eval_utils.py and scbench/run_scbench.py.
     """
 
