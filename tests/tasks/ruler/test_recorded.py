@@ -56,5 +56,5 @@ def test_real_lines_are_read_and_their_answers_score(words: Tokenizer) -> None:
 @pytest.mark.parametrize("outputs", [[""], ["12", " "]])
 def test_empty_references_are_refused_with_their_row(tmp_path: Path, words: Tokenizer, outputs: list[str]) -> None:
     file = task(tmp_path / "file", [NEW, {**NEW, "outputs": outputs}], task="niah_single_1")
-    with pytest.raises(ValueError, match="file, row 2: outputs: .* is an empty text, which every output would contain"):
+    with pytest.raises(ValueError, match=r"row 2: outputs: .* is an empty text, which every output would contain"):
         list(file.examples(words, 0))
