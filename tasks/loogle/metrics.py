@@ -91,8 +91,9 @@ def sound_cloze(output: str, reference: str) -> dict[str, Counts | None]:
 
 def blanks(reference: str) -> dict[str, str]:
     """The reference of a cloze: the text of each blank. ValueError if it has another format."""
-    wanted = json.loads(reference)
-    values = list(wanted.values()) if isinstance(wanted, dict) else []
+    found = json.loads(reference)
+    wanted: dict[str, str] = found if isinstance(found, dict) else {}
+    values = list(wanted.values())
     if not values or not all(isinstance(value, str) and not is_blank(value) for value in values):
         raise ValueError(
             f"references must be a JSON object of texts for a cloze, none of them empty, got {reference!r:.60}"
