@@ -13,7 +13,7 @@ from kvbench.errors import choice
 from kvbench.tasks.context_question import rows as columns
 from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.predictions import JUDGES
-from kvbench.tasks.task import Example, Task, Tokenizer, counts
+from kvbench.tasks.task import Example, Task, Tokenizer, check_references, counts
 from kvbench.tasks.text_files import Row, rows
 from kvbench.tasks.words import shipped
 
@@ -73,6 +73,7 @@ class LongSet(Task):
 
     def example(self, prompt: str, question: str, references: tuple[str, ...], **metadata: Any) -> Example:  # noqa: ANN401
         """An example with the authors' prompt and answer length."""
+        check_references(references, "references")
         most = self.max_new_tokens or subsets(self.benchmark)[self.subset]["max_new_tokens"]
         return Example(0, prompt, references, most, question=question, metadata=self._about(metadata))
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 from kvbench.errors import ConfigError, choice, number, whole_number
 from kvbench.tasks.ruler.templates import NOISE
 from kvbench.tasks.scores import contains, needle_words, rouge1_recall
-from kvbench.tasks.task import Example, Task, Tokenizer, counts, listed_numbers, question_part, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, is_blank, listed_numbers, question_part, slots
 from kvbench.tasks.words import Filler, hide, largest_fitting, own_words, read_folder, repeated, written_sentences
 
 HAYSTACKS = ("sentences", "noise")
@@ -231,7 +231,7 @@ class TextNiah(NeedleGrid):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.answer not in self.needle or not self.answer:
+        if self.answer not in self.needle or is_blank(self.answer):
             raise ConfigError("answer", self.answer, why=f"is not a part of needle={self.needle!r}")
 
     def plant(self, rng: random.Random, text: str) -> Planted:

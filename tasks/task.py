@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -99,6 +100,9 @@ class Example:
     the context. "" if the task does not separate them. shared: set if the question shares a cache with others.
     spans: parts of the prompt by name, as first and last characters [a, b), whose kept share is recorded.
     sampling: temperature, top_p and top_k of the answer unless the run sets them; None is greedy decoding.
+
+    No reference may be empty (`check_references`), because every output contains an empty text; a task without
+    references has ().
 
     metadata is stored with the sample. Tables group scores by its "task", "length" and "depth"; "benchmark" names the
     module with the official aggregates (`tasks.scores`).
@@ -317,6 +321,19 @@ class Task(ABC):
     def task_of(self, example: Example) -> Task:
         """The task with the fields that apply to an example: this task, or a task of the suite."""
         return self
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text has no visible character: only white space, control and formatting characters, or nothing."""
+    return all(character.isspace() or unicodedata.category(character) in ("Cc", "Cf") for character in text)
+
+
+def check_references(references: Sequence[str], where: str) -> None:
+    """Raise ValueError, naming the place, for a reference without a visible character, which every output contains."""
+    for reference in references:
+        if is_blank(reference):
+            got = "" if len(references) == 1 else f" in {list(references)!r:.60}"
+            raise ValueError(f"{where}: {reference!r}{got} is an empty text, which every output would contain")
 
 
 def are_texts(value: object) -> bool:

@@ -17,7 +17,7 @@ from jinja2.exceptions import TemplateError
 from kvbench.errors import ConfigError
 from kvbench.tasks.lm_eval.load import GENERATES, RATES, LmTask, Loaded, aggregation, generation, load, task_names
 from kvbench.tasks.suite import in_turn
-from kvbench.tasks.task import Example, Task, Tokenizer, counts
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, is_blank
 
 KEY = ("task", "num_fewshot", "gen_kwargs", "metric", "data_dir", "allow_code_execution", "include_path", "included")
 
@@ -147,11 +147,12 @@ class LmEval(Task):
         target = task.doc_to_target(document)
         if isinstance(target, int) and task.config.doc_to_choice is not None:
             target = task.doc_to_choice(document)[target]
+        targets = target if isinstance(target, list) else [target]
         text = json.dumps(document, indent=2, default=handle_non_serializable, ensure_ascii=False)
         return Example(
             index=number,
             prompt="" if rates else requests[0].args[0],
-            references=tuple(str(one) for one in (target if isinstance(target, list) else [target])),
+            references=tuple(text for text in map(str, targets) if not is_blank(text)),
             question="" if rates else _question(task, document, requests[0].args[0]),
             max_new_tokens=settings.get("max_gen_toks", 0),
             rated=tuple(request.args for request in requests) if rates else (),
