@@ -79,6 +79,10 @@ class Coding(Store):
         """A scale of all keys, or values, of the layer, stored in float32; None if there is none."""
         return None
 
+    def limit(self, side: int) -> float | None:
+        """The largest number that codes can hold, if no scale follows the numbers; larger ones are clipped."""
+        return None
+
     def rotation(self, like: Tensor) -> Tensor | None:
         """The orthonormal matrix [D,D] by which vectors are multiplied before they are coded; None: the identity."""
         return None
