@@ -33,7 +33,7 @@ class Questions(Task):
         shared = Shared(spare=0)  # the context is prefilled and compressed once for all questions
         for index, question in enumerate(self.questions[:limit]):
             words, most = f"\n\n{question}", self.max_new_tokens or 0
-            yield Example(index, self.context + words, ("",), most, question=words, shared=shared)
+            yield Example(index, self.context + words, (), most, question=words, shared=shared)
 
     def score(self, output: str, example: Example) -> float:
         """Nothing is scored."""

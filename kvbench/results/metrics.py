@@ -8,7 +8,7 @@ from functools import cache
 from math import exp
 from operator import attrgetter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, Literal
 
 from kvbench.results import divergence, statistics
@@ -127,6 +127,22 @@ def cut_off(sample: Sample) -> float | None:
     return float(sample.generated_tokens >= sample.max_new_tokens)
 
 
+def looping(sample: Sample) -> float | None:
+    """1.0 if an answer repeats itself until its end, else 0.0; None if it is unknown."""
+    return None if sample.repetition is None else float(sample.repetition.looping)
+
+
+def _looping_cut(sample: Sample) -> float | None:
+    """1.0 if an answer repeats itself until its token limit, else 0.0; None if it is unknown."""
+    cut, loops = cut_off(sample), looping(sample)
+    return None if cut is None or loops is None else cut * loops
+
+
+def _loop_start(samples: Sequence[Sample]) -> float | None:
+    starts = [x.repetition.start for x in samples if x.repetition is not None and x.repetition.start is not None]
+    return float(median(starts)) if starts else None
+
+
 def _pass_at_k(samples: Sequence[Sample]) -> float | None:
     """Share of prompts with a right answer among their k answers; None unless answers are right or wrong."""
     if not any(s.sample for s in samples) or any(s.score not in (0, 1) for s in samples):
@@ -144,6 +160,17 @@ class Numbers(DivergenceNumbers):
     cut_share: float | None = number("share of answers that reached max_new_tokens", _mean_of(cut_off))
     cut_share_low: float | None = number("lower end of its 95% interval", _end_of(cut_off, "low"))
     cut_share_high: float | None = number("upper end of its 95% interval", _end_of(cut_off, "high"))
+    looping_share: float | None = number("share of answers that repeat themselves until their end", _mean_of(looping))
+    looping_share_low: float | None = number("lower end of its 95% interval", _end_of(looping, "low"))
+    looping_share_high: float | None = number("upper end of its 95% interval", _end_of(looping, "high"))
+    looping_cut_share: float | None = number(
+        "share of answers that repeat themselves until max_new_tokens", _mean_of(_looping_cut)
+    )
+    loop_start: float | None = number("tokens before the loop, median over the answers with one", _loop_start)
+    rep_4: float | None = number(
+        "share of 4-grams of an answer that occurred before in it, mean over examples",
+        _mean_of(lambda sample: None if sample.repetition is None else sample.repetition.rep_4),
+    )
     in_thought: float | None = number(
         "number of answers that were cut off inside a thought, and are scored as empty answers",
         lambda samples: sum(sample.in_thought or False for sample in samples) or None,
