@@ -21,16 +21,16 @@ from kvbench.policies.stores.token_codes import decode_step, decode_step_ref, en
 from kvbench.policies.stores.turboquant import TurboQuant
 
 STORES: dict[str, tuple[Codec, int]] = {
-    "fp8": (Fp8((0.5,), (2.0,)), 64),
+    "fp8": (Fp8(key_scales=(0.5,), value_scales=(2.0,)), 64),
     "fp8 odd head": (Fp8(), 24),
-    "fp8 clipped": (Fp8((0.005,), (0.002,)), 24),
+    "fp8 clipped": (Fp8(key_scales=(0.005,), value_scales=(0.002,)), 24),
     "fp8 per token": (Fp8PerTokenHead(), 80),
     "int8": (Int8(), 64),
     "int8 truncated": (Int8(official=True), 24),
     "int4": (Int4(), 64),
     "int4 odd head": (Int4(rotate=False), 40),
-    "nvfp4": (Nvfp4((0.5,), (2.0,)), 80),
-    "nvfp4 clipped": (Nvfp4((0.001,), (0.0002,)), 32),
+    "nvfp4": (Nvfp4(key_scales=(0.5,), value_scales=(2.0,)), 80),
+    "nvfp4 clipped": (Nvfp4(key_scales=(0.001,), value_scales=(0.0002,)), 32),
     "nvfp4 four over six": (Nvfp4(group=8, four_over_six=True), 24),
     "turboquant": (TurboQuant(), 64),
     "turboquant 3 bits odd head": (TurboQuant(bits=3), 20),

@@ -55,9 +55,9 @@ def test_a_vector_worked_by_hand(store: Codec, x: list[float], view: list[float]
 def test_numbers_beyond_a_fixed_scale_are_counted(store: Any, largest: int, splits: list[int] | None) -> None:
     keys, values = stream(24, heads=3, dim=32, dtype=torch.float32)
     most = [float(x.abs().max()) for x in (keys, values)]
-    held = feed(store([most[0] / largest], [most[1] / largest]), keys, values, splits)
+    held = feed(store(key_scales=[most[0] / largest], value_scales=[most[1] / largest]), keys, values, splits)
     assert held.clipped == 0, "calibrated on these numbers"
-    held = feed(store([most[0] / largest / 2], [most[1] / largest / 3]), keys, values, splits)
+    held = feed(store(key_scales=[most[0] / largest / 2], value_scales=[most[1] / largest / 3]), keys, values, splits)
     assert held.clipped == int((keys.abs() > most[0] / 2).sum() + (values.abs() > most[1] / 3).sum()) > 0
 
 
