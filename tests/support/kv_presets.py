@@ -30,8 +30,8 @@ def evicting() -> list[str]:
 
     GemFilter rewrites the prompt instead; the released D2O never compresses three layers; what protects the prompt
     takes none beyond the budget; what also reads less than it holds has a budget of its own for what it holds; two set
-    their budget by themselves; FINCH in chunks takes no padding; VaSE's window is longer than the budget; whole pages round the budget; what reads a file,
-    HeadKV aside, is given none here. They have tests of their own.
+    their budget by themselves; FINCH in chunks takes no padding; VaSE's window is longer than the budget; whole pages
+    round it; what reads a file, HeadKV aside, is given none here. They have tests of their own.
     """
     out = {
         "d2o_released",
