@@ -118,7 +118,6 @@ class Fp8(LayerScaled):
         hat(x) = s e4m3(x / s), to the nearest, ties to even, saturating at 448
 
     key_scales, value_scales: s of each layer, the largest number over some texts / 448; none: 1, vLLM's default.
-    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=fp8 (vllm/config/cache.py), TensorRT-LLM's KvCacheConfig(dtype="fp8"), SGLang's
     --kv-cache-dtype fp8_e4m3.
     """
@@ -141,7 +140,6 @@ class Fp8PerTokenHead(TokenCodec):
 
         hat(x) = s e4m3(x / s), s = max(max |x| / 448, 1e-6)
 
-    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=fp8_per_token_head (triton_quant_kv).
     """
 
@@ -164,7 +162,6 @@ class Int8(TokenCodec):
         hat(x) = s "round"(x / s), s = max(max |x| / 127, 1e-6), codes from -128 to 127
 
     official: truncate towards zero, as the kernel's conversion to int8 does; else to the nearest, ties to even.
-    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=int8_per_token_head (triton_quant_kv).
     """
 
@@ -198,7 +195,6 @@ class Int4(TokenCodec):
 
     rotate: multiply keys, values and queries by random signs and a Hadamard matrix first, so D is a power of two; the
     output is rotated back. The signs are a constant and not counted.
-    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=int4_per_token_head (triton_quant_kv).
     """
 
@@ -247,7 +243,6 @@ class Nvfp4(LayerScaled):
     group: channels that share a scale; it divides D. four_over_six: scale each block by its largest number / 4
     if that has the smaller squared error (vLLM's nvfp4_4over6). key_scales, value_scales: s of each layer, the
     largest number over some texts / 2688; none: 1.
-    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=nvfp4 (nvfp4_utils.cuh), TensorRT-LLM's KvCacheConfig(dtype="nvfp4").
     """
 
