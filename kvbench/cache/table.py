@@ -259,7 +259,10 @@ class Table:
         member.room -= steps
         if steps and STATE[0] in self.lengths:
             follow(sequence, member.layers, steps, {name: self.lengths[name][:, member.row] for name in STATE})
+        evicts = any(group.has(member.row) for group in self._groups)
         for layer in member.layers if steps else ():
+            if evicts:
+                layer.decided = sequence.seen
             store, grow = slot_store(layer), slots_to_grow(sequence, layer, member.used[layer.index])
             taken = min(steps, grow)
             layer.footprint += decoded(layer.count - layer.short, steps, max(0, grow - 1))
