@@ -41,7 +41,7 @@ from kvbench.policies.stores.group_step import CODED, take_places
 from kvbench.policies.stores.ring_layout import RingLayer
 from kvbench.policies.stores.token_codes import TokenCodeLayer
 
-LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance", *STATE
+LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance", "clipped", *STATE
 
 TIGHT = 0.9  # share of flat memory above which sequences that leave together keep it
 
@@ -78,7 +78,8 @@ class Table:
     Between `admit` and `free`, only the table changes the layers of a sequence. lengths: data on the device about all
     rows: `starts`, `counts`, `free`, `limit` [L,P,H]: the start of a segment, its slots in use, and the slot of the
     next token when `limit` are in use; `nan` [L,P]: whether a score was NaN; `next` [1,P,1]: positions of the next
-    tokens; `advance` [1,P,1]: 1, 0 for padding; and `STATE`. pads: rows may be padding.
+    tokens; `advance` [1,P,1]: 1, 0 for padding; `clipped` [L,P]: numbers beyond the limit of fixed scales; and `STATE`.
+    pads: rows may be padding.
     """
 
     def __init__(self, layers: int, pads: bool) -> None:
@@ -161,10 +162,13 @@ class Table:
         sequence = member.sequence
         self.update(sequence)
         state = {name: x.clone() for name, x in self._state(member.row)}
+        clipped = state["clipped"].tolist() if "clipped" in state else []
         self._return(member, copies)
         for layer in member.layers:
             self._memory.release(layer, last=len(self._members) == 1)
             self._bind_layer(layer, state)
+            if isinstance(layer.store, TokenCodeLayer) and layer.store.clipped is not None:
+                layer.store.clipped += clipped[layer.index]
             sequence.note_bytes(layer.index)
         codes = member.layers[-1].store  # they had the newest token twice
         sequence.note(beside=codes.step_nbytes if isinstance(codes, TokenCodeLayer) else 0)
@@ -287,6 +291,8 @@ class Table:
         state = dict(zip(LENGTHS, self._segments(sequence, layers), strict=False))
         state["nan"] = state["starts"].new_zeros(len(layers), dtype=torch.bool)
         state["next"], state["advance"] = (state["starts"].new_tensor([x]) for x in ([sequence.seen], [1]))
+        if isinstance(codes := layers[0].store, TokenCodeLayer) and codes.clipped is not None:
+            state["clipped"] = torch.zeros_like(state["nan"], dtype=torch.int64)
         if not sequence.policy.decoding_evicts:
             return state if self.backend is None or self.backend.reads_at_once else state | ring_state(layers)
         windows = [layer.recent.held for layer in layers if layer.recent.held is not None]

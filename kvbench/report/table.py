@@ -212,7 +212,14 @@ _COLUMNS = (
         "cut off", "cut_share", ".1f", 100, "%", legend="cut off: answers that reached max_new_tokens", shown=_is_long
     ),
     _Column(
+        "looping", "looping_share", ".1f", 100, "%", legend="looping: answers that end in a loop", shown=_is_long
+    ),
+    _Column(
         "in thought", "in_thought", ".0f", legend="in thought: answers cut off inside a thought, scored as empty"
+    ),
+    _Column(
+        "clipped", "clipped", ".0f", legend="clipped: numbers of keys and values beyond the store's fixed scales",
+        shown=lambda row: bool(row.clipped),
     ),
     _Column("kept/KV head", "kept_tokens", ".1f", legend="kept, cache: held after the last token"),
     _Column(

@@ -81,6 +81,16 @@ class Coding(Store):
         if per_head and self.apart:
             raise ValueError(f"{name} gives each KV head its own budget, {self.apart}")
 
+    # --- tokens coded alone, with numbers of the layer -------------------------------------------------------------
+    def fitted(self, keys: Tensor, values: Tensor, occupied: Tensor) -> "Coding":
+        """The codec of one layer, given its prompt [B,H,n,D] and the slots with a token, bool [B,H,n]."""
+        return self
+
+    @property
+    def fitted_tensors(self) -> Mapping[str, Tensor]:
+        """Tensors of a fitted codec, which count as held: "keys KIND" and "values KIND"."""
+        return {}
+
     # --- tokens coded alone: what more a kernel needs --------------------------------------------------------------
     @property
     def replayable(self) -> bool:  # type: ignore[override]
@@ -96,6 +106,10 @@ class Coding(Store):
 
     def scale(self, side: int) -> float | None:
         """A scale of all keys, or values, of the layer, stored in float32; None if there is none."""
+        return None
+
+    def limit(self, side: int) -> float | None:
+        """The largest number that codes can hold, if no scale follows the numbers; larger ones are clipped."""
         return None
 
     def rotation(self, like: Tensor) -> Tensor | None:

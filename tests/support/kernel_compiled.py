@@ -117,8 +117,10 @@ def decode_codes(store: Codec, dtype: torch.dtype, dim: int) -> None:
     new = drawn(1, H_KV, 1, dim, dtype=dtype)
     token = NewTokens(new, new, torch.zeros(1, H_KV, dtype=torch.int64))
     lengths, params = (how["starts"], how["counts"]), AttentionParams(dim**-0.5)
+    clipped = None if store.limit(0) is None else torch.zeros(1, dtype=torch.int64)
     for places, own in ((how["key_positions"], params), (None, params._replace(softcap=50.0, sliding_window=64))):
-        decode_step(store, how["queries"], token, memory, (how["query_positions"], places), lengths, T, own)
+        call = how["queries"], token, memory, (how["query_positions"], places), lengths, T, own
+        decode_step(store, *call, clipped=clipped)
 
 
 def decode_groups(codec: Coding, dtype: torch.dtype, dim: int) -> None:

@@ -21,7 +21,7 @@ from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.ring_layout import RingLayer
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import padded
-from kvbench.policies.stores.token_codes import TokenCodeLayer, encoded
+from kvbench.policies.stores.token_codes import TokenCodeLayer, count_clipped, encoded
 
 
 class TorchBackend(Backend):
@@ -55,6 +55,8 @@ class TorchBackend(Backend):
             new = {"keys": step.new.keys, "values": step.new.values}
         elif not codec.grouped:
             new = encoded(codec, step.new.keys, 0) | encoded(codec, step.new.values, 1)
+            if "clipped" in lengths:
+                lengths["clipped"][index] += count_clipped(codec, step.new.keys, step.new.values)
         append(memory.tensors[index], new, lengths["starts"][index], step.new.slots)
         for row, layers in enumerate(self._layers):
             store, here = slot_store(layers[index]), slice(row, row + 1)

@@ -46,7 +46,9 @@ class TritonBackend(Backend):
                 codec, queries, step.new, step.gone, tensors, ring, places, segments, step.longest, params
             )
         if codec is not None:
-            return decode_step(codec, queries, step.new, tensors, places, segments, step.longest, params)
+            clipped = lengths["clipped"][index] if "clipped" in lengths else None
+            call = queries, step.new, tensors, places, segments, step.longest, params
+            return decode_step(codec, *call, clipped=clipped)
         stored = tensors["keys"], tensors["values"], *places, *segments, step.longest
         sums = None if memory.weights is None else memory.weights[index]
         return decode_attention_flat(queries, *stored, *params.for_kernels, sums=sums, new_tokens=step.new).out
