@@ -23,8 +23,10 @@ class Pace:
     """Predicts when the examples in flight are on disk.
 
     An example must be on disk `save_seconds` after it started, or after twice the time that it needs by itself, if that
-    is longer. Times are predicted from the last prefill and from decoding steps. A prefill for more sequences, and a
-    step of more of them, takes longer in proportion, until steps of different sizes show how much it really is.
+    is longer, however soon its answer ends: the time of one with 8 tokens of 128 is mostly that of its prefill, so that
+    few prefills may come after it. Times are predicted from the last prefill and from decoding steps. A prefill for
+    more sequences, and a step of more of them, takes longer in proportion, until steps of different sizes show how much
+    it really is.
     """
 
     def __init__(self, save_seconds: float) -> None:
@@ -49,13 +51,20 @@ class Pace:
         if not self._seconds or in_flight + more > GROWTH * self._widest[0]:
             return False
         prefill, step = self._prefill(new.tokens, more), self._step(in_flight + more)
-        return all(
-            work.seconds + prefill + work.left * step <= max(self._seconds, 2 * self._alone(work))
-            for work in (*started, new)
-        )
+        return all(self._in_time(work, prefill, step) for work in (*started, new))
 
-    def _alone(self, work: Work) -> float:
-        return self._prefilled[1] * work.tokens + work.steps * self._fastest[1]
+    def _in_time(self, work: Work, prefill: float, step: float) -> bool:
+        """Whether an example is on disk in time after another prefill, whatever the number of steps that it takes.
+
+        Its time is linear in the steps and its bound convex, so that three numbers of steps are enough: the ones taken,
+        the most, and between them the number at which twice its own time becomes the bound.
+        """
+        taken, own, fast = work.steps - work.left, self._prefilled[1] * work.tokens, self._fastest[1]
+        turn = (self._seconds / 2 - own) / fast if fast else 0.0
+        return all(
+            work.seconds + prefill + (steps - taken) * step <= max(self._seconds, 2 * (own + steps * fast))
+            for steps in (taken, min(max(turn, taken), work.steps), work.steps)
+        )
 
     def _prefill(self, tokens: int, sequences: int) -> float:
         """Predicted seconds of a prefill for this many sequences."""

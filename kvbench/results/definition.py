@@ -291,15 +291,17 @@ def _begin(folder: Path) -> bool:
         return False
 
 
-def is_complete(out: Path, entry: Entry) -> bool:
-    """Whether all examples of a run are on disk, as far as this is known without loading the task."""
+def is_complete(out: Path, entry: Entry, state: RunState | None) -> bool:
+    """Whether all examples of a run are on disk, as far as this is known without loading the task.
+
+    state: as `read_state` reads it.
+    """
     if entry.run_id is None:
         return False
     try:
         n, _ = examples(out / entry.run_id)
     except ValueError:
         return False
-    state = read_state(out, entry.run_id)
     if not n or (state is not None and state.error is not None) or not _begin(out / entry.run_id):
         return False
     in_task = None if state is None else state.in_task

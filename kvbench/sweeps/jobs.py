@@ -20,6 +20,7 @@ from kvbench.results.definition import (
     SWEEP_FOLDER,
     Definition,
     Entry,
+    RunState,
     damaged_records,
     failed_examples,
     is_complete,
@@ -168,18 +169,21 @@ class Status:
 def statuses(out: Path, entries: Sequence[Entry]) -> list[Status]:
     """The progress of every run, in the given order."""
     jobs = submitted(out)
-    totals: dict[str, int] = {}
-    for entry in entries:
-        state = None if entry.run_id is None else read_state(out, entry.run_id)
-        if state is not None and state.in_task is not None:
-            totals[entry.group] = state.in_task
-    return [_status(out, entry, jobs.get(entry.key), totals.get(entry.group)) for entry in entries]
+    states = [None if entry.run_id is None else read_state(out, entry.run_id) for entry in entries]
+    groups = [entry.group for entry in entries]
+    totals = {
+        group: state.in_task
+        for group, state in zip(groups, states, strict=True)
+        if state is not None and state.in_task is not None
+    }
+    each = zip(entries, groups, states, strict=True)
+    return [_status(out, entry, state, jobs.get(entry.key), totals.get(group)) for entry, group, state in each]
 
 
-def _status(out: Path, entry: Entry, job: Job | None, in_task: int | None) -> Status:
+def _status(out: Path, entry: Entry, state: RunState | None, job: Job | None, in_task: int | None) -> Status:
     if entry.run_id is None:
         return Status(entry, FAILED, error=entry.error)
-    folder, state, complete = out / entry.run_id, read_state(out, entry.run_id), is_complete(out, entry)
+    folder, complete = out / entry.run_id, is_complete(out, entry, state)
     done, total = lines(folder), min((number for number in (in_task, entry.limit) if number is not None), default=None)
     total = None if total is None else max(total, done)  # an earlier command may have had a larger limit
     word, error = LEFT, None
