@@ -11,8 +11,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
-from kvbench.results import divergence, statistics
+from kvbench.results import divergence, evidence, statistics
 from kvbench.results.divergence import DivergenceNumbers
+from kvbench.results.evidence import EvidenceNumbers
 from kvbench.results.files import write_json
 from kvbench.results.numbers import number
 from kvbench.results.samples import Likelihood, Sample
@@ -20,7 +21,9 @@ from kvbench.results.statistics import FEWEST, mean_interval, stratified_interva
 from kvbench.tasks.scores import by_subset, scores_of, subsets_by, summary, summary_module
 
 FILE_NAME = "metrics.json"
-CODE = b"".join(Path(file).read_bytes() for file in (__file__, str(statistics.__file__), str(divergence.__file__)))
+CODE = b"".join(
+    Path(file).read_bytes() for file in (__file__, *(str(m.__file__) for m in (statistics, divergence, evidence)))
+)
 """The code that computes the numbers."""
 GROUP_KEYS = ("task", "length", "depth")
 """Metadata keys by which scores are also grouped, in addition to the keys in metadata["groups"]."""
@@ -152,7 +155,7 @@ def _pass_at_k(samples: Sequence[Sample]) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Numbers(DivergenceNumbers):
+class Numbers(EvidenceNumbers, DivergenceNumbers):
     """The measurements of a run besides its score. Each field is a key of metrics.json and a column of tables."""
 
     prompt_tokens: float | None = number("mean per example", over="all")

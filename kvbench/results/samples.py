@@ -99,6 +99,8 @@ class Sample:
     if the cache stores none.
     decode_steps: model calls after the prefill: one for each token after the first, including an EOS.
     kept_spans*: the share of the tokens of each named part of the prompt that is held, mean over layers and KV heads.
+    kept_spans_start*: the same when the answer begins. kept_prompt*, heads_whole*: also then, the share of all tokens
+    of the prompt, and the share of KV heads (of all layers) that hold all tokens of a part.
     max_new_tokens*: the limit of the answer's length. finish_reason*: "stop" (a stop token or text) or "length".
     kv_footprint*: entries held, summed over all fed tokens, as a share of the full cache's (`kvbench.cache.footprint`).
     answer*: the part of the output that is scored, if it is not all of it: the text after a thought. in_thought*: true
@@ -166,6 +168,9 @@ class Sample:
     in_thought: bool | None = None
     divergence: Divergence | None = None
     repetition: Repetition | None = None
+    kept_spans_start: dict[str, float] | None = None
+    kept_prompt: float | None = None
+    heads_whole: dict[str, float] | None = None
 
     @property
     def shared(self) -> bool:
@@ -187,13 +192,27 @@ def kept_heads(positions: Iterable[Tensor], prompt_tokens: int) -> KeptHeads:
     return [[int(kept[end - 1]), end - start] for start, end in pairwise([0, *ends])]
 
 
-def kept_spans(positions: Iterable[Tensor], spans: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, float]:
-    """The kept share of each part of a prompt. positions: [H_kv, C] for every layer, -1 in empty slots."""
-    layers = [layer.cpu().numpy() for layer in positions]
-    heads, held = sum(map(len, layers)), np.concatenate([layer.flatten() for layer in layers])
-    kept = {name: sum(int(((held >= a) & (held < b)).sum()) for a, b in parts) for name, parts in spans.items()}
-    tokens = {name: sum(b - a for a, b in parts) for name, parts in spans.items()}
-    return {name: kept[name] / (heads * tokens[name]) for name in spans if tokens[name]}
+def kept_spans(
+    positions: Iterable[Tensor], spans: Mapping[str, Sequence[tuple[int, int]]]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The kept share of each part of a prompt, and the share of KV heads (of all layers) that hold all of it.
+
+    positions: [H_kv, C] for every layer, -1 in empty slots.
+    """
+    named = {name: sorted({at for a, b in parts for at in range(a, b)}) for name, parts in spans.items() if parts}
+    end = 1 + max((part[-1] for part in named.values()), default=-1)
+    held = []
+    for layer in positions:
+        at = layer.cpu().numpy()
+        found = np.zeros((len(at), end + 1), dtype=bool)  # the last column: positions of no part
+        np.put_along_axis(found, np.where((at < 0) | (at > end), end, at), True, axis=1)
+        held.append(found)
+    heads = np.concatenate(held)
+    kept = {name: heads[:, part] for name, part in named.items()}
+    return (
+        {name: float(x.mean()) for name, x in kept.items()},
+        {name: float(x.all(1).mean()) for name, x in kept.items()},
+    )
 
 
 def counts(pairs: Sequence[Sequence[int]]) -> list[int]:
@@ -208,7 +227,7 @@ _OPTIONAL = (
     *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "pre_pass_steps"),
     *("read_tokens", "read_bytes"),
     *("sample", "state_bytes", "masked_tokens", "recomputed_tokens", "finish_reason", "kv_footprint", "kept_spans"),
-    *("answer", "in_thought", "divergence", "repetition"),
+    *("answer", "in_thought", "divergence", "repetition", "kept_spans_start", "kept_prompt", "heads_whole"),
 )
 
 log = logging.getLogger(__name__)

@@ -109,10 +109,10 @@ def test_kept_shares_count_heads_and_tokens() -> None:
     import torch
 
     text = "ab cd ef"
-    spans = token_spans(lambda part: [ord(c) for c in part], text, [ord(c) for c in text], 8, {"cd": ((3, 5),)})
+    spans = token_spans(lambda part: [ord(c) for c in part], text, [ord(c) for c in text], {"cd": ((3, 5),)})
     assert spans == {"cd": ((3, 5),)}
     positions = [torch.tensor([[3, 4, -1], [0, 3, 7]]), torch.tensor([[0, 1, 2], [4, 5, 6]])]
-    assert kept_spans(positions, spans) == {"cd": 4 / 8}
+    assert kept_spans(positions, spans) == ({"cd": 4 / 8}, {"cd": 1 / 4})
 
 
 @pytest.mark.parametrize(
