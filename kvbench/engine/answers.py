@@ -30,8 +30,9 @@ from kvbench.models.prompt import Prompt
 from kvbench.models.tokens import Encoder
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
+from kvbench.results.kept import KeptHeads, kept_heads, kept_spans
 from kvbench.results.repetition import repetition
-from kvbench.results.samples import Divergence, KeptHeads, Sample, kept_heads, kept_spans
+from kvbench.results.samples import Divergence, Sample
 from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling
 from kvbench.tasks.evidence import HIDDEN

@@ -21,8 +21,9 @@ from kvbench.models.spans import token_spans, without
 from kvbench.plot import cli as plot
 from kvbench.report.__main__ import main as report
 from kvbench.results.__main__ import main as results
+from kvbench.results.kept import kept_spans
 from kvbench.results.metrics import metrics
-from kvbench.results.samples import Sample, kept_spans
+from kvbench.results.samples import Sample
 from kvbench.tasks.niah import Niah
 from kvbench.tasks.task import Example, FollowUp, Shared, Task, Tokenizer
 

@@ -21,8 +21,9 @@ from kvbench.report.html.prompts import prompts_of
 from kvbench.report.html.report import html_report, write_report
 from kvbench.report.html.tables import groups, in_order, marks, matrices
 from kvbench.results.columns import frame
+from kvbench.results.kept import counts, kept_heads
 from kvbench.results.result import load_results
-from kvbench.results.samples import Sample, counts, kept_heads, read_samples
+from kvbench.results.samples import Sample, read_samples
 
 HOSTILE = '</script><script>window.broken = 1</script><img src="http://evil.test/x.png" onerror="window.broken = 1">'
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

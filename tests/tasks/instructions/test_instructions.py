@@ -12,7 +12,7 @@ from task_data import recorded
 from kvbench.config.compose import read
 from kvbench.config.parts import build
 from kvbench.models.spans import token_spans
-from kvbench.results.samples import kept_spans
+from kvbench.results.kept import kept_spans
 from kvbench.tasks.instructions.rules import LETTERS, any_character
 from kvbench.tasks.instructions.task import REFUSAL, leakage
 from kvbench.tasks.instructions.verify import check_nltk, verifier_of
