@@ -277,7 +277,7 @@ def compact(
     per_head [1,H_kv]: number of slots of each head of a single layer, if it is known. state: running statistics of
     several layers. Returns the kept slots, bool [n,H_kv,T], if the scorer uses them.
     """
-    first, policy, spare = steps[0], steps[0].policy, steps[0].policy.schedule.spare
+    first, policy, spare = steps[0], steps[0].policy, steps[0].spare
     layer, held = first.layer, first.layer.store
     if per_head is None and policy.allocator.per_head and first.phase == "decode":
         per_head = ranking.occupied.sum(-1) - excess  # each keeps its share
@@ -317,7 +317,7 @@ def compact(
 def _keep(steps: List[Step], slots: Tensor, seen: Observation | None, state: State | None) -> None:
     """Keep the slots [n,H_kv,target] in order of position of plain stores, one for each step."""
     stores = [step.layer.store for step in steps if isinstance(step.layer.store, SlotStore)]
-    spare = steps[0].policy.schedule.spare
+    spare = steps[0].spare
     if len(stores) == 1:
         stores[0].keep_slots(slots, spare)
         return
