@@ -20,6 +20,7 @@ from kvbench.cache.extra import Extra, When
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.step import Step
 from kvbench.kernels.references import FEW_QUERIES
+from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.mergers.merger import Eviction
 from kvbench.policies.observation import Observation, State, StepCache
 from kvbench.policies.ranking import Ranking
@@ -30,9 +31,6 @@ from kvbench.policies.stores.store import LayerStore
 
 READ_AT_ONCE = ("cpu",)
 """Types of devices whose numbers the host reads without a wait."""
-
-SUMS = {("column_sums", 0), ("first", 0)}
-"""Names of sums over the attention of a prompt, where its attention computed them."""
 
 
 class Evictions:
@@ -51,6 +49,7 @@ class Evictions:
             self._delayed.append(step)
             return
         if when == "now" and joins(step):
+            _prepare(step)
             self._waiting.append(step)
             return
         if when == "now" and step.observed:
@@ -118,15 +117,21 @@ class Evictions:
 def joins(step: Step) -> bool:
     """Whether a step may evict as a row of a batch, with other layers: nothing in it is that of a single layer."""
     policy, needs, call, schedule = step.policy, step.policy.needs, step.params, step.policy.schedule
-    if not (step.observed and step.alone) or policy.pre_pass is not None:
+    if not (step.observed and step.alone and policy.layers_alike) or policy.pre_pass is not None:
         return False
     if schedule.order != "attend_then_evict" or schedule.rerotate:
         return False
-    if needs.kept or needs.layer or needs.hidden or needs.memory or policy.allocator.per_head or policy.merger.merges:
+    if needs.hidden or needs.memory or policy.merger.merges or type(policy.allocator).heads is not Allocator.heads:
         return False
-    sums = needs.sums is None or step.queries.shape[2] <= FEW_QUERIES or SUMS & set(step.observation.known)
     plain = _plain(step.layer.store) and step.layer.store.slots.bias is None and call.sinks is None
-    return bool(sums) and plain and call.latents is None and step.sequence.on_evict is None
+    return plain and call.latents is None and step.sequence.on_evict is None
+
+
+def _prepare(step: Step) -> None:
+    """What a step needs before it waits: its budget is valid, and the sums over its queries, which are not kept."""
+    excess_of(step)
+    if step.queries.shape[2] > FEW_QUERIES and step.policy.needs.sums is not None:
+        getattr(step.observation, step.policy.needs.sums)()
 
 
 def workspace(steps: List[Step]) -> int:
@@ -134,8 +139,8 @@ def workspace(steps: List[Step]) -> int:
     found: dict[object, int] = {}
     for step in steps:
         key = step.layer.index, None if step.known is not None else id(step)
-        held, heads = step.layer.store, step.queries.shape[1]
-        rows = 4 * heads * max(1, step.policy.needs.window) * held.positions.shape[2]
+        held, asked = step.layer.store, step.queries if step.window is None else step.window[0]
+        rows = 4 * asked.shape[1] * asked.shape[2] * held.positions.shape[2]
         found[key] = max(found.get(key, 0), step.queries.nbytes + 2 * (held.keys.nbytes + held.values.nbytes) + rows)
     return sum(found.values())
 
@@ -193,7 +198,9 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
         seen=seen.seen.expand(count),
         window=window,
         sequences=info._replace(
-            opens=info.opens * count, budgets=info.budgets * count, prompts=info.prompts * count,
+            opens=info.opens * count,
+            budgets=info.budgets * count,
+            prompts=info.prompts * count,
             questions=info.questions * count,
         ),
         known=known,
