@@ -131,14 +131,14 @@ class Policy:
     def needs(self) -> Needs:
         """The combined requirements of the parts; `window_decoding` is a number if the policy evicts."""
         if self.scorer is None:
-            return Needs()
+            return Needs(model=self.store.reads_model)
         own = self.scorer.needs
         decoding = own.window if own.window_decoding is None else own.window_decoding
         found = () if self.pre_pass is None else self.pre_pass.statistics
         drafter = self.pre_pass.drafter if isinstance(self.pre_pass, Lookahead) else None
         drafting = 0 if drafter is None else drafter.needs.window
         rotates = self.schedule.rerotate
-        model = own.model or rotates or (self.value is not None and self.value.needs.model)
+        model = own.model or rotates or (self.value is not None and self.value.needs.model) or self.store.reads_model
         return replace(
             own,
             statistics=tuple(dict.fromkeys((*own.statistics, *found, *[MOVED] * rotates))),

@@ -16,6 +16,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
+from kvbench.config.documentation import by_kind
+
 TABLES = {
     "<!-- table: longbench -->": evaluator_tables.longbench,
     "<!-- table: ruler -->": evaluator_tables.ruler,
@@ -29,7 +31,7 @@ OWN_SEARCH = "javascripts/local-search.js"
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the generated pages to the navigation, below the titles in mkdocs.yml."""
-    groups = {group: members for group, members in policy_pages.groups().items() if members}
+    groups = {group: members for group, members in by_kind().items() if members}
     policies = {group: {name: f"policies/{name}.md" for name in members} for group, members in groups.items()}
     ledger = {chapter["title"]: f"ledger/{slug}.md" for slug, chapter in ledger_pages.chapters().items()}
     made: dict[str, Mapping[str, Any]] = {"Policies": policies, "Ledger": ledger}

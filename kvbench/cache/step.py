@@ -169,6 +169,8 @@ class Step:
         if self.span.phase != "decode":
             if self.prompt_done and (self.span.evicts or self.policy.schedule.decode == "grow"):
                 layer.recent.limit(self.policy.needs.window_decoding or 0)
+                if self.policy.scorer is not None and not self.policy.decoding_evicts:
+                    self.policy.scorer.forget(layer.memory)
             layer.recent.copy()
         if self.prompt_done and not layer.unsettled:
             layer.store.settle()

@@ -30,6 +30,7 @@ from kvbench.models.prompt import Prompt
 from kvbench.models.tokens import Encoder
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
+from kvbench.results.repetition import repetition
 from kvbench.results.samples import Divergence, KeptHeads, Sample, kept_heads, kept_spans
 from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling
@@ -127,6 +128,7 @@ def answered(
     return replace(
         blank(prompt),
         **(scored(run, text, prompt) if compared is None else {"divergence": compared(text)}),
+        repetition=repetition(generated) if compared is None else None,
         **_cache_fields(run, cache, processed, decode_steps),
         generated_tokens=len(generated),
         finish_reason="stop" if stopped else "length",

@@ -13,8 +13,9 @@ from kvbench.results.statistics import FEWEST, Difference, corrected
 _LEGEND = (
     "lost, gained: answers that only full, and only this policy, gets right (graded scores: what they lose and gain); "
     "net: gained - lost, *: p (Holm) <= 0.05; p: McNemar or bootstrap; p (Holm): corrected for the rows; length: "
-    "tokens of the answers, EOS included, minus those of full; cut off: answers that reached max_new_tokens; KV "
-    "footprint: entries held, summed over all fed tokens and pre-passes, as a share of the full cache's"
+    "tokens of the answers, EOS included, minus those of full; cut off: answers that reached max_new_tokens; "
+    "looping: answers that end in a loop; KV footprint: entries held, summed over all fed tokens and pre-passes, as a "
+    "share of the full cache's"
 )
 
 
@@ -68,5 +69,7 @@ _COLUMNS: dict[str, Callable[[Result, Changes, Difference | None], str | None]] 
     "ratio": lambda row, changes, net: _ratio(changes.length_ratio),
     "cut off": lambda row, changes, net: _mean(row.cut_share, row.cut_share_low, row.cut_share_high),
     "cut vs full": lambda row, changes, net: _difference(changes.cut, 3),
+    "looping": lambda row, changes, net: _mean(row.looping_share, row.looping_share_low, row.looping_share_high),
+    "looping vs full": lambda row, changes, net: _difference(changes.looping, 3),
     "KV footprint": lambda row, changes, net: _mean(row.kv_footprint, row.kv_footprint_low, row.kv_footprint_high),
 }

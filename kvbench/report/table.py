@@ -212,6 +212,9 @@ _COLUMNS = (
         "cut off", "cut_share", ".1f", 100, "%", legend="cut off: answers that reached max_new_tokens", shown=_is_long
     ),
     _Column(
+        "looping", "looping_share", ".1f", 100, "%", legend="looping: answers that end in a loop", shown=_is_long
+    ),
+    _Column(
         "in thought", "in_thought", ".0f", legend="in thought: answers cut off inside a thought, scored as empty"
     ),
     _Column("kept/KV head", "kept_tokens", ".1f", legend="kept, cache: held after the last token"),

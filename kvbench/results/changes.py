@@ -28,7 +28,8 @@ class Changes:
     max(0, full - policy) and of max(0, policy - full). lost_of_right: lost as a share of the answers that are right
     under full; flips: lost + gained, both only for right-or-wrong answers. length: tokens of the answer (EOS and
     dictated tokens included) minus those of full; length_ratio: ratio of the sums. cut: share of answers that reached
-    max_new_tokens minus that of full. Answers that were cut off in either run are included.
+    max_new_tokens minus that of full; looping: share of answers that repeat themselves until their end, minus that of
+    full; rep_4: share of repeated 4-grams minus that of full. Answers that were cut off in either run are included.
     """
 
     n: int
@@ -39,6 +40,8 @@ class Changes:
     length: Difference | None
     length_ratio: float | None
     cut: Difference | None
+    looping: Difference | None
+    rep_4: Difference | None
 
 
 def changes(full: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Changes | None:
@@ -51,7 +54,6 @@ def changes(full: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Changes | N
         return None
     scores = _known([(a.score, b.score) for a, b in pairs])
     lengths = _known([(a.length, b.length) for a, b in pairs])
-    cut = _known([(a.cut, b.cut) for a, b in pairs])
     lost = [max(0.0, a - b) for a, b in scores]
     gained = [max(0.0, b - a) for a, b in scores]
     binary = bool(scores) and {value for pair in scores for value in pair} <= {0, 1}
@@ -65,7 +67,9 @@ def changes(full: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Changes | N
         flips=fmean(lost) + fmean(gained) if binary else None,
         length=_difference(lengths),
         length_ratio=sum(b for _, b in lengths) / total if total else None,
-        cut=_difference(cut),
+        cut=_difference(_known([(a.cut, b.cut) for a, b in pairs])),
+        looping=_difference(_known([(a.looping, b.looping) for a, b in pairs])),
+        rep_4=_difference(_known([(a.rep_4, b.rep_4) for a, b in pairs])),
     )
 
 

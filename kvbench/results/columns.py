@@ -86,6 +86,8 @@ COLUMNS = (
     *_interval("length_change", "tokens of the answer (EOS included) minus those under full", at="length"),
     Column("length_ratio", "tokens of all answers / tokens of all answers under full", at="changes.length_ratio"),
     *_interval("cut_vs_full", "cut_share minus that of full on the same examples", at="cut"),
+    *_interval("looping_vs_full", "looping_share minus that of full on the same examples", at="looping"),
+    *_interval("rep_4_vs_full", "rep_4 minus that of full on the same examples", at="rep_4"),
     Column("nll", "-log p of given tokens in nats, mean over all scored tokens; lower is better"),
     Column("nll_low", "lower end of the NLL's 95% interval over texts"),
     Column("nll_high", "upper end of the NLL's 95% interval over texts"),

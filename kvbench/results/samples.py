@@ -26,6 +26,7 @@ import numpy as np
 
 from kvbench.errors import LARGEST
 from kvbench.results.files import RunLostError, held, is_open_at, read_bytes, sync_folder, write_atomically
+from kvbench.results.repetition import Repetition
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,6 +103,7 @@ class Sample:
     kv_footprint*: entries held, summed over all fed tokens, as a share of the full cache's (`kvbench.cache.footprint`).
     answer*: the part of the output that is scored, if it is not all of it: the text after a thought. in_thought*: true
     if the output ends inside a thought, so that it has no answer.
+    repetition*: repeated 4-grams, and the loop in which the generated tokens end.
     divergence*: of an answer that was fed to the policy; such an example has no output or score.
     likelihood*: of given tokens; such an example has no output or score. With several rated continuations, tokens and
     bytes are those of the longest one, and peak_bytes is the maximum.
@@ -163,6 +165,7 @@ class Sample:
     answer: str | None = None
     in_thought: bool | None = None
     divergence: Divergence | None = None
+    repetition: Repetition | None = None
 
     @property
     def shared(self) -> bool:
@@ -205,7 +208,7 @@ _OPTIONAL = (
     *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "pre_pass_steps"),
     *("read_tokens", "read_bytes"),
     *("sample", "state_bytes", "masked_tokens", "recomputed_tokens", "finish_reason", "kv_footprint", "kept_spans"),
-    *("answer", "in_thought", "divergence"),
+    *("answer", "in_thought", "divergence", "repetition"),
 )
 
 log = logging.getLogger(__name__)
@@ -334,7 +337,7 @@ def _check_score(sample: Sample, where: str) -> None:
 
 def _check_types(sample: Sample, where: str) -> None:
     """Raise ValueError for a value that no run writes: of another type, or a number that cannot be computed with."""
-    for part in (sample, sample.likelihood, sample.divergence):
+    for part in (sample, sample.likelihood, sample.divergence, sample.repetition):
         for name, kind in {} if part is None else _KINDS[type(part)].items():
             value = getattr(part, name)
             if not _allowed(kind, value):
@@ -360,8 +363,8 @@ def _allowed(kind: str, value: Any) -> bool:  # noqa: ANN401 - whatever JSON hol
     return isinstance(value, {"str": str, "bool": bool, **_PARTS}.get(kind, dict))
 
 
-_PARTS: dict[str, Any] = {"Likelihood": Likelihood, "Divergence": Divergence}
-_KINDS = {part: {one.name: str(one.type) for one in fields(part)} for part in (Sample, Likelihood, Divergence)}
+_PARTS: dict[str, Any] = {one.__name__: one for one in (Likelihood, Divergence, Repetition)}
+_KINDS = {part: {one.name: str(one.type) for one in fields(part)} for part in (Sample, *_PARTS.values())}
 
 
 def _sample(line: bytes, index: int) -> Sample | None:
@@ -375,10 +378,10 @@ def _sample(line: bytes, index: int) -> Sample | None:
     if not isinstance(values, dict) or values.get("index") != index:
         return None
     try:
-        parts = {name: values.pop(name, None) for name in ("likelihood", "divergence")}
+        parts = {name: values.pop(name.lower(), None) for name in _PARTS}
         if "full_position_bytes" not in values and values.get("spare_bytes"):
             values["cache_bytes"] -= values["spare_bytes"]  # older runs included spare bytes
-        values |= {k: v if v is None else _PARTS[k.capitalize()](**v) for k, v in parts.items()}
+        values |= {k.lower(): v if v is None else _PARTS[k](**v) for k, v in parts.items()}
         return Sample(**values)
     except TypeError:  # a field is missing or unknown
         return None

@@ -37,6 +37,7 @@ class Outcome:
 
     A mean is None if the value of an answer is unknown. length: tokens of an answer, EOS and dictated tokens included.
     cut: whether it reached max_new_tokens. failed: whether an answer failed. kl: mean KL from full, if it is finite.
+    looping: whether it repeats itself until its end. rep_4: share of repeated 4-grams.
     """
 
     prompt_hash: str
@@ -47,17 +48,20 @@ class Outcome:
     cut: float | None = None
     failed: bool = False
     kl: float | None = None
+    looping: float | None = None
+    rep_4: float | None = None
 
 
 def outcomes_of(samples: Sequence[Sample]) -> tuple[Outcome, ...]:
     """The outcome of every prompt, in order."""
     found = []
     for answers in metrics.prompts_of(samples):
-        first, score, length, cut = answers[0], *(_mean(answers, of) for of in (_score, _length, metrics.cut_off))
+        first = answers[0]
+        score, length, cut, looping, rep_4 = (_mean(answers, of) for of in _OF_ANSWERS)
         nll, tokens = (first.likelihood.nll, first.likelihood.tokens) if first.likelihood else (None, None)
         failed = any(answer.error is not None for answer in answers)
         kl = None if first.divergence is None or first.divergence.mean_kl in (None, inf) else first.divergence.mean_kl
-        found.append(Outcome(first.prompt_hash, score, nll, tokens, length, cut, failed, kl))
+        found.append(Outcome(first.prompt_hash, score, nll, tokens, length, cut, failed, kl, looping, rep_4))
     return tuple(found)
 
 
@@ -73,6 +77,13 @@ def _score(sample: Sample) -> float | None:
 def _length(sample: Sample) -> float | None:
     """One token after the prompt, and one for each decoding step."""
     return None if sample.decode_steps is None or sample.generated_tokens is None else sample.decode_steps + 1
+
+
+def _rep_4(sample: Sample) -> float | None:
+    return None if sample.repetition is None else sample.repetition.rep_4
+
+
+_OF_ANSWERS = (_score, _length, metrics.cut_off, metrics.looping, _rep_4)
 
 
 class StoredSamples(Sequence[Sample]):

@@ -62,6 +62,16 @@ class Coding(Store):
         if per_head and self.apart:
             raise ValueError(f"{name} gives each KV head its own budget, {self.apart}")
 
+    # --- tokens coded alone, with numbers of the layer -------------------------------------------------------------
+    def fitted(self, keys: Tensor, values: Tensor, occupied: Tensor) -> "Coding":
+        """The codec of one layer, given its prompt [B,H,n,D] and the slots with a token, bool [B,H,n]."""
+        return self
+
+    @property
+    def fitted_tensors(self) -> Mapping[str, Tensor]:
+        """Tensors of a fitted codec, which count as held: "keys KIND" and "values KIND"."""
+        return {}
+
     # --- tokens coded alone: what more a kernel needs --------------------------------------------------------------
     @property
     def replayable(self) -> bool:  # type: ignore[override]

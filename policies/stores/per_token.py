@@ -15,7 +15,7 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.code_formats import Format
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, number, whole_number
-from kvbench.policies.stores.codec import Codec
+from kvbench.policies.stores.codec import TokenCodec
 from kvbench.policies.stores.quantiser import from_bytes, look_up, to_bytes
 
 WHOLE = 2**30  # a group of all numbers
@@ -79,13 +79,14 @@ def half_away(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LayerScaled(Codec):
+class LayerScaled(TokenCodec):
     """key_scales, value_scales: one number for each layer, as calibrated for a model; none: 1."""
 
     key_scales: Sequence[float] = ()
     value_scales: Sequence[float] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("key_scales", "value_scales"):
             for scale in getattr(self, name):
                 number(name, scale, 1e-30, 1e30)
@@ -97,8 +98,8 @@ class LayerScaled(Codec):
                 raise ConfigError(name, given, why=f"must be empty or hold {layers} numbers, one for each layer")
 
     def for_layer(self, index: int) -> Self:
-        own = (tuple(given[index : index + 1]) for given in (self.key_scales, self.value_scales))
-        return replace(self, **dict(zip(("key_scales", "value_scales"), own, strict=True)))
+        keys, values = (tuple(given[index : index + 1]) for given in (self.key_scales, self.value_scales))
+        return replace(self, key_scales=keys, value_scales=values)
 
     def scale(self, side: int) -> float:
         return (*(self.value_scales if side else self.key_scales), 1.0)[0]
@@ -111,6 +112,7 @@ class Fp8(LayerScaled):
         hat(x) = s e4m3(x / s), to the nearest, ties to even, saturating at 448
 
     key_scales, value_scales: s of each layer, the largest number over some texts / 448; none: 1, vLLM's default.
+    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=fp8 (vllm/config/cache.py), TensorRT-LLM's KvCacheConfig(dtype="fp8"), SGLang's
     --kv-cache-dtype fp8_e4m3.
     """
@@ -126,11 +128,12 @@ class Fp8(LayerScaled):
 
 
 @dataclass(frozen=True)
-class Fp8PerTokenHead(Codec):
+class Fp8PerTokenHead(TokenCodec):
     """Every number in 8 bits, e4m3, with a float32 scale for each key and value: 2D + 8 bytes per token and KV head.
 
         hat(x) = s e4m3(x / s), s = max(max |x| / 448, 1e-6)
 
+    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=fp8_per_token_head (triton_quant_kv).
     """
 
@@ -147,18 +150,20 @@ class Fp8PerTokenHead(Codec):
 
 
 @dataclass(frozen=True)
-class Int8(Codec):
+class Int8(TokenCodec):
     """Every number in 8 bits with a float32 scale for each key and value: 2D + 8 bytes per token and KV head.
 
         hat(x) = s "round"(x / s), s = max(max |x| / 127, 1e-6), codes from -128 to 127
 
     official: truncate towards zero, as the kernel's conversion to int8 does; else to the nearest, ties to even.
+    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=int8_per_token_head (triton_quant_kv).
     """
 
     official: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choice("official", self.official, True, False)
 
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
@@ -175,7 +180,7 @@ class Int8(Codec):
 
 
 @dataclass(frozen=True)
-class Int4(Codec):
+class Int4(TokenCodec):
     """Every number in 4 bits with one scale and zero point for each key and value: D + 8 bytes per token and KV head.
 
         hat(x) = s (c - z), c = "round"(x / s + z), s = max((max x - min x) / 15, 1e-6), z = "round"(- min x / s)
@@ -185,12 +190,14 @@ class Int4(Codec):
 
     rotate: multiply keys, values and queries by random signs and a Hadamard matrix first, so D is a power of two; the
     output is rotated back. The signs are a constant and not counted.
+    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=int4_per_token_head (triton_quant_kv).
     """
 
     rotate: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choice("rotate", self.rotate, True, False)
 
     def check_shape(self, heads: int, dim: int) -> None:
@@ -232,6 +239,7 @@ class Nvfp4(LayerScaled):
     group: channels that share a scale; it divides D. four_over_six: scale each block by its largest number / 4
     if that has the smaller squared error (vLLM's nvfp4_4over6). key_scales, value_scales: s of each layer, the
     largest number over some texts / 2688; none: 1.
+    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=nvfp4 (nvfp4_utils.cuh), TensorRT-LLM's KvCacheConfig(dtype="nvfp4").
     """
 

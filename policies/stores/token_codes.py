@@ -90,7 +90,8 @@ class TokenCodeLayer(SlotStore):
     # --- bytes ------------------------------------------------------------------------------------------------------
     @property
     def nbytes(self) -> int:
-        return super().nbytes + sum(x.nbytes for x in (*self._scales, *self._fresh))
+        fitted = self.codec.fitted_tensors.values()
+        return super().nbytes + sum(x.nbytes for x in (*self._scales, *self._fresh, *fitted))
 
     def sizes(self) -> Sizes:
         if not self.coded:
@@ -104,6 +105,8 @@ class TokenCodeLayer(SlotStore):
         sizes["scales and minima"] += sum(x.nbytes for x in self._scales)
         sizes["full precision"] += sum(x.nbytes for x in self._fresh)
         sizes["positions"] += 0 if self.free is None else self.free.nbytes
+        for name, x in self.codec.fitted_tensors.items():
+            sizes[name.partition(" ")[2]] = sizes.get(name.partition(" ")[2], 0) + x.nbytes
         return Sizes(sizes, self._spare_nbytes())
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -112,7 +115,7 @@ class TokenCodeLayer(SlotStore):
             super().append(keys, values, positions)
             return
         self._fresh = (keys, values, positions)
-        self._enter(encoded(self.codec, keys, 0) | encoded(self.codec, values, 1), positions)
+        self._enter(self._encoded(keys, values, positions[:, None].expand(-1, keys.shape[1], -1)), positions)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
         assert bias is None, "only exact stores hold a bias"
@@ -120,20 +123,31 @@ class TokenCodeLayer(SlotStore):
             super().write(slots, keys, values)
             return
         self._fresh = ()  # a merged token is not exact any more
-        self._put(slots, encoded(self.codec, keys, 0) | encoded(self.codec, values, 1), all_names=False)
+        self._put(slots, self._encoded(keys, values, self.positions.gather(2, slots)), all_names=False)
 
     def settle(self) -> None:
         self._fresh = ()
         if self.coded:
             return
+        exact = [self.memory.pop(name)[:, :, : self.used + self.room] for name in SIDES]
+        places = self.memory["positions"][:, :, : self.used + self.room]
         if self._whole and self.slots.packed and self.slots.ascending:
             del self.memory["positions"]
-        for side, name in enumerate(SIDES):
-            exact = self.memory.pop(name)[:, :, : self.used + self.room]
-            self.memory |= encoded(self.codec, exact, side)
+        keys, values = (self._to_code(x, side, places) for side, x in enumerate(exact))
+        self.codec = self.codec.fitted(keys, values, places >= 0)
+        self.memory |= encoded(self.codec, keys, 0) | encoded(self.codec, values, 1)
         scales = [scale for scale in map(self.codec.scale, range(2)) if scale is not None]
-        self._scales = [torch.full((1,), scale, device=exact.device, dtype=torch.float32) for scale in scales]
+        self._scales = [torch.full((1,), scale, device=keys.device, dtype=torch.float32) for scale in scales]
         self.lent = False
+
+    def _to_code(self, x: Tensor, side: int, positions: Tensor) -> Tensor:
+        """What is coded of keys or values x [B,H,n,D] at positions [B,H,n] (-1: of an empty slot)."""
+        return x
+
+    def _encoded(self, keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        """The tensors of tokens [B,H,n,D] at positions [B,H,n], by name."""
+        tokens = (self._to_code(x, side, positions) for side, x in enumerate((keys, values)))
+        return {name: x for side, own in enumerate(tokens) for name, x in encoded(self.codec, own, side).items()}
 
     # --- attention --------------------------------------------------------------------------------------------------
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
