@@ -82,7 +82,7 @@ def attention_behind(queries: Tensor, keys: Tensor, values: Tensor, scaling: flo
     """`masked_attention` of `columns`, without positions: one small mask for all heads; [B,H_q,M,D] -> [B,H_q,M,D']."""
     batch, heads, new, _ = queries.shape
     slots, group = keys.shape[2], heads // keys.shape[1]
-    at_once, outs = max(1, PAIRS_AT_ONCE // (batch * heads * slots)), []
+    at_once, outs = max(1, PAIRS_AT_ONCE // (batch * heads * slots)), list[Tensor]()
     for some in queries.split(at_once, dim=2):
         end = slots - new + sum(out.shape[2] for out in outs) + some.shape[2]
         mask = _newest_rows(some.shape[2], end, group, queries.device)

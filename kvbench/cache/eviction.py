@@ -10,13 +10,13 @@ Shapes: H_kv KV heads, T slots, D head dim.
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as List
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.attend import backend_of
 from kvbench.cache.extra import Extra, When
+from kvbench.cache.group import LazyObservation
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.step import Step
 from kvbench.kernels.references import FEW_QUERIES
@@ -24,6 +24,7 @@ from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.mergers.merger import Eviction
 from kvbench.policies.observation import Observation, State, StepCache
 from kvbench.policies.ranking import Ranking
+from kvbench.policies.selections.fair import Fair
 from kvbench.policies.stores.paged import PagedStore
 from kvbench.policies.stores.slot_store import SlotStore, keep_together
 from kvbench.policies.stores.slots import padded, slots_in_order
@@ -119,6 +120,8 @@ def joins(step: Step) -> bool:
     policy, needs, call, schedule = step.policy, step.policy.needs, step.params, step.policy.schedule
     if not (step.observed and step.alone and policy.layers_alike) or policy.pre_pass is not None:
         return False
+    if isinstance(policy.selection, Fair):  # it reads the queries of every part of a prompt
+        return False
     if schedule.order != "attend_then_evict" or schedule.rerotate:
         return False
     if needs.hidden or needs.memory or policy.merger.merges or type(policy.allocator).heads is not Allocator.heads:
@@ -182,27 +185,29 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
             contents[name] = torch.cat([step.window[0] for step in steps if step.window is not None])
         places = torch.cat([step.window[1] for step in steps if step.window is not None])
         window = seen.window._replace(queries=contents[name], positions=places)
-        for step, *own in zip(steps, contents[name].split(1), places.split(1), strict=True):
-            step.layer.recent.held, step.layer.recent.borrowed = (own[0], own[1]), False
+        for row, step in enumerate(steps):
+            own = contents[name][row : row + 1], places[row : row + 1]
+            step.layer.recent.held, step.layer.recent.borrowed = own, False
     few = first.queries.shape[2] <= FEW_QUERIES  # more are in no score, apart from the window
     queries = torch.cat([step.queries if few else step.queries[:, :, :0] for step in steps])
     info = seen.sequences
-    return replace(
-        seen,
-        layer=-1,
+    return LazyObservation(
+        contents.__getitem__,
         queries=queries,
         query_positions=first.positions.expand(count, -1),
-        keys=contents["keys"],
-        values=contents["values"],
         positions=contents["positions"],
         seen=seen.seen.expand(count),
+        phase=seen.phase,
+        params=seen.params,
         window=window,
+        slots=seen.slots,
         sequences=info._replace(
             opens=info.opens * count,
             budgets=info.budgets * count,
             prompts=info.prompts * count,
             questions=info.questions * count,
         ),
+        shared=seen.shared,
         known=known,
     )
 

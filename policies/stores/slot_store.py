@@ -402,8 +402,9 @@ def keep_together(stores: Sequence[SlotStore], slots: Tensor, spare: int, conten
     contents: the slots in use of all stores by name, [n,H,C,...].
     """
     for name, x in contents.items():
-        for store, own in zip(stores, _taken(name, x, slots, spare).split(1), strict=True):
-            store.memory[name] = own
+        whole = _taken(name, x, slots, spare)
+        for row, store in enumerate(stores):
+            store.memory[name] = whole[row : row + 1]
     for store in stores:
         store.kept(slots.shape[2], spare)
 
