@@ -218,6 +218,8 @@ def evict(steps: List[Step], known: StepCache | None = None) -> None:
     first, policy = steps[0], steps[0].policy
     seen = first.observation if len(steps) == 1 else joined(steps, {} if known is None else known)
     state = observe(steps, seen)
+    for step in steps:
+        note_decision(step)
     excess = excess_of(first)
     if excess == 0:
         return
@@ -228,6 +230,12 @@ def evict(steps: List[Step], known: StepCache | None = None) -> None:
     kept = compact(steps, ranking, first.layer.count, excess, seen, state=state)
     if kept is not None and policy.scorer is not None and policy.needs.kept:
         policy.scorer.selected(seen, kept)
+
+
+def note_decision(step: Step) -> None:
+    """Note for the audit that the policy decides now which tokens to evict, if the schedule lets it."""
+    if step.span.evicts:
+        step.layer.decided = step.span.end
 
 
 def excess_of(step: Step) -> int:
