@@ -56,6 +56,8 @@ lint: $(READY)  ## check style and types; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@awk '/^```python$$/ {p = 1; next} /^```$$/ {p = 0} p' docs/python.md > $(VENV)/python_page.py
+	$(BIN)/mypy --allow-untyped-defs $(VENV)/python_page.py
 	$(BIN)/python tests/mutants.py --locate > /dev/null
 
 docs: $(READY)  ## the documentation into site/: links are strict, all is local

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 import yaml
 
-from kvbench.config.compose import check_run_fields, complete_overrides
+from kvbench.config.completion import complete_overrides
+from kvbench.config.compose import check_run_fields
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, show
 from kvbench.report.table import Table, table_of

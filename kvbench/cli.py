@@ -16,7 +16,7 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config.compose import CONF, complete_overrides, names, refuse_unused
+from kvbench.config.compose import CONF, names, refuse_unused
 from kvbench.config.folders import find_modules
 from kvbench.errors import ConfigError, UsageError, first_line, unknown
 from kvbench.terminal.command import (
@@ -61,6 +61,9 @@ def _groups() -> str:
 COMMANDS = Commands(
     "kvbench",
     {
+        "policies": ("kvbench.policies.__main__:cli", "all policies, or the idea, equation and fields of one"),
+        "tasks": ("kvbench.tasks.__main__:cli", "all tasks, or the fields of one"),
+        "models": ("kvbench.models.__main__:cli", "all named models, or the fields of one"),
         "sweep": ("kvbench.sweep:cli", "follow, continue or stop a sweep: status, wait, resume, cancel"),
         "results": ("kvbench.results.__main__:cli", "tables, checks and later logging of finished runs"),
         "report": ("kvbench.report.__main__:cli", "one HTML page of all runs below a folder"),
@@ -129,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     share_cores()
     if instruction := os.environ.get(COMPLETE):
+        from kvbench.config.completion import complete_overrides
         from kvbench.terminal.completion import complete
 
         return complete(COMMANDS, complete_overrides, instruction, COMPLETE)

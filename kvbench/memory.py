@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvbench.config.compose import complete_overrides
+from kvbench.config.completion import complete_overrides
 from kvbench.terminal.command import PATH, Command, program
 
 

@@ -68,5 +68,8 @@ class ModelLayer(Protocol):
     def rotation(self, positions: Tensor) -> Rotation:
         """The rotation of queries and keys at positions [B,H,n] >= 0."""
 
+    def key_bias(self) -> Tensor:
+        """The bias of the key projection, before the rotation, [H_kv,D]."""
+
     def output_projection(self) -> Tensor:
         """The output projection by query heads, [H_q,D,hidden]: a head contributes its output times its projection."""

@@ -131,14 +131,14 @@ class Policy:
     def needs(self) -> Needs:
         """The combined requirements of the parts; `window_decoding` is a number if the policy evicts."""
         if self.scorer is None:
-            return Needs()
+            return Needs(model=self.store.reads_model)
         own = self.scorer.needs
         decoding = own.window if own.window_decoding is None else own.window_decoding
         found = () if self.pre_pass is None else self.pre_pass.statistics
         drafter = self.pre_pass.drafter if isinstance(self.pre_pass, Lookahead) else None
         drafting = 0 if drafter is None else drafter.needs.window
         rotates = self.schedule.rerotate
-        model = own.model or rotates or (self.value is not None and self.value.needs.model)
+        model = own.model or rotates or (self.value is not None and self.value.needs.model) or self.store.reads_model
         return replace(
             own,
             statistics=tuple(dict.fromkeys((*own.statistics, *found, *[MOVED] * rotates))),
@@ -151,8 +151,8 @@ class Policy:
 
     @cached_property
     def layers_alike(self) -> bool:
-        """Whether all layers can be rows of one batch if each evicts one token after a decoded one."""
-        return self.evicts and self.schedule.one_each and not (self.needs.kept or self.needs.layer)
+        """Whether layers can evict as rows of one batch: no part uses the index of its layer, or what others kept."""
+        return self.evicts and not (self.needs.kept or self.needs.layer)
 
     @property
     def rates(self) -> bool:

@@ -22,6 +22,8 @@ class Arithmetic(NeedleGrid):
     The first operand is at the example's depth, all other counts are anywhere; a difference is never negative.
     operation: "sum", "difference" or "both" (drawn for every example). The score uses the last number of the first
     line that contains one, so "37 + 54 = 91" and "91." are both correct.
+    keys: number of counts in a prompt. low, high: the smallest and the largest count. needle: a sentence with slots key
+    and value. question, answer_prefix: with slots first, sign and second.
     """
 
     name: str = "arithmetic"

@@ -16,7 +16,10 @@ from kvbench.errors import ConfigError
 
 @dataclass(frozen=True)
 class HubFolder:
-    """A data set on the Hub from which single files are read. revision: a commit, or a branch, which may change."""
+    """A data set on the Hub from which single files are read.
+
+    repo: its name, owner/name. revision: a commit, or a branch, which may change.
+    """
 
     repo: str
     revision: str
@@ -28,7 +31,11 @@ class HubFolder:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a hub data set at one commit. sha256: of its bytes, checked whenever the file is opened."""
+    """A file of a hub data set at one commit.
+
+    repo: the data set, owner/name. revision: its commit. path: the file in it. sha256: of the file's bytes, checked
+    whenever it is opened.
+    """
 
     repo: str
     revision: str

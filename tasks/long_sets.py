@@ -13,7 +13,7 @@ from kvbench.errors import choice
 from kvbench.tasks.context_question import rows as columns
 from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.predictions import JUDGES
-from kvbench.tasks.task import Example, Task, Tokenizer, counts
+from kvbench.tasks.task import Example, Task, Tokenizer, check_references, counts
 from kvbench.tasks.text_files import Row, rows
 from kvbench.tasks.words import shipped
 
@@ -24,10 +24,10 @@ class LongSet(Task):
 
     protocol: "authors" uses the prompts, answer lengths and scores of the benchmark's authors with their data at `hub`.
     "kvpress" uses the columns of kvpress's data set at `kvpress_hub`, always with the chat template, and kvpress's
-    scores. revision, kvpress_revision: a commit, or a branch, which may change. sha256: checksum of the authors' file.
-    data_dir: a local file or folder with the protocol's data. max_new_tokens: None uses the protocol's value. subset:
-    the configuration. truncation: a prompt that is too long loses its middle, as in the authors' code; kvpress drops
-    the end of the context.
+    scores. hub, kvpress_hub: these data sets, owner/name. revision, kvpress_revision: a commit, or a branch, which may
+    change. sha256: checksum of the authors' file. data_dir: a local file or folder with the protocol's data.
+    max_new_tokens: None uses the protocol's value. subset: the configuration. truncation: a prompt that is too long
+    loses its middle, as in the authors' code; kvpress drops the end of the context.
     """
 
     benchmark: ClassVar[str]
@@ -77,6 +77,7 @@ class LongSet(Task):
 
     def example(self, prompt: str, question: str, references: tuple[str, ...], **metadata: Any) -> Example:  # noqa: ANN401
         """An example with the authors' prompt and answer length."""
+        check_references(references, "references")
         most = self.max_new_tokens or subsets(self.benchmark)[self.subset]["max_new_tokens"]
         return Example(0, prompt, references, most, question=question, metadata=self._about(metadata))
 

@@ -14,7 +14,7 @@ from kvbench.errors import ConfigError, choice, number, whole_number
 from kvbench.tasks.evidence import needle_spans, start_of
 from kvbench.tasks.ruler.templates import NOISE
 from kvbench.tasks.scores import contains, needle_words, rouge1_recall
-from kvbench.tasks.task import Example, Task, Tokenizer, counts, listed_numbers, question_part, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, is_blank, listed_numbers, question_part, slots
 from kvbench.tasks.words import Filler, hide, largest_fitting, own_words, read_folder, repeated, written_sentences
 
 HAYSTACKS = ("sentences", "noise")
@@ -48,8 +48,9 @@ METRICS: dict[str, Callable[[str, tuple[str, ...]], float]] = {
 class NeedleGrid(Task):
     """Prompts of `lengths` tokens with a needle at `depths`, `repeats` of each; subclasses define the needle.
 
-    lengths: tokens of prompt, answer prefix and answer together; a prompt falls short by less than a sentence.
-    depths: 0 (before the text) to 1 (after it), by characters, moved to the nearest end of a sentence.
+    repeats: prompts of each length and depth. lengths: tokens of prompt, answer prefix and answer together; a prompt
+    falls short by less than a sentence. depths: 0 (before the text) to 1 (after it), by characters, moved to the
+    nearest end of a sentence.
     haystack: "sentences" (written by us, new for every prompt) or "noise" (RULER's five, repeated).
     data_dir: a folder of .txt files that replace the haystack, in the order of their names; a short text is repeated.
     frame: the prompt, with slots context and question. metric: "contains", "needle_words" or "rouge1_recall".
@@ -173,7 +174,8 @@ class Niah(NeedleGrid):
     """Random numbers: `keys` keys with `values` numbers each, and a question about `queries` of the keys.
 
     The first number of the first requested key is at the example's depth, all others are anywhere.
-    digits: of a number. needle: a sentence with slots key and value. question, answer_prefix: with slots keys,
+    keys: number of keys in a prompt. values: numbers of each key. queries: keys in the question. digits: of a number.
+    needle: a sentence with slots key and value. question, answer_prefix: with slots keys,
     number ("number" or "numbers") and is_are ("is" or "are").
     """
 
@@ -232,6 +234,7 @@ class TextNiah(NeedleGrid):
     """One fixed sentence as the needle. It may be part of a model's training data.
 
     The default is the sentence of Kamradt's test, used by later papers, scored by the share of its words.
+    needle: the sentence. question, answer_prefix: of the prompt. answer: the reference.
     """
 
     name: str = "niah_text"
@@ -244,7 +247,7 @@ class TextNiah(NeedleGrid):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.answer not in self.needle or not self.answer:
+        if self.answer not in self.needle or is_blank(self.answer):
             raise ConfigError("answer", self.answer, why=f"is not a part of needle={self.needle!r}")
 
     def plant(self, rng: random.Random, text: str) -> Planted:

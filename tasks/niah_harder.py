@@ -39,6 +39,7 @@ class NiahParaphrased(NeedleGrid):
     people: needles in a text. hops: 1, the question names the city; 2, the country. stated: the text also states where
     the landmarks are ("The Atomium lies in Brussels."), anywhere, so that no knowledge is needed. strict: the first
     name in the output must be the right one; otherwise the right name may occur anywhere.
+    needle: a sentence with slots person and landmark. question, answer_prefix: with the slot fact.
     Source: the idea of NoLiMa (Modarressi et al. 2025, arXiv 2502.05167); the table and all sentences are ours.
     """
 
@@ -101,7 +102,8 @@ class NiahMulti(NeedleGrid):
     The needles differ only in their order. The i-th is at the example's depth, earlier ones are between the start and
     that depth, later ones between that depth and the end.
 
-    needles: 2 to 10. digits: of a number.
+    needles: 2 to 10. digits: of a number. needle: a sentence with the slot value. question, answer_prefix: with the
+    slot ordinal.
     Source: ours, after the i-th of identical requests in OpenAI's MRCR.
     """
 

@@ -42,6 +42,7 @@ class ReadingTask(Task):
 class Perplexity(ReadingTask):
     """The first `length` tokens of each text (None: all), including BOS if the tokenizer uses one.
 
+    length: tokens of a text that are used; None: all. source: a file on the Hub, used without a data_dir.
     prompt_tokens: None scores all tokens but the first and evicts block by block. A number sets the length of a prompt
     that is compressed at its end, and the rest is scored token by token. min_tokens: shorter texts are skipped (None:
     a text too short to be scored is an error; BOS does not count). files: patterns of the files to read from a folder,
@@ -97,7 +98,8 @@ class Summaries(ReadingTask):
     """BookSum: a chapter is the prompt, and its reference summary is scored after it, token by token.
 
     split: "test", "dev" or "train", each a .csv file with the fields chapter and summary_text. frame: the prompt, with
-    slot chapter. Prompts longer than the model's context lose their middle.
+    slot chapter. source: a data set on the Hub, used without a data_dir. Prompts longer than the model's context lose
+    their middle.
     """
 
     name: str = "booksum"

@@ -15,6 +15,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvbench.tasks.task import check_references, is_blank
+
 Line = dict[str, Any]
 """One prediction, or the predictions of a whole task: a JSON object."""
 
@@ -59,11 +61,18 @@ def raised(error: Exception) -> str:
 
 
 def references(line: Line, name: str = "references") -> Any:  # noqa: ANN401 - texts, numbers, or one of them
-    """The value of a required, non-empty field."""
+    """The value of a required field: not empty, and without empty texts."""
     value = line.get(name)
-    if value is None or value == []:
-        raise ValueError(f"{name} must be a text, a number or a list of them, it is {_shown(line, name)}")
+    if value is None or value == [] or not _is_full(value):
+        raise ValueError(
+            f"{name} must be a text, a number or a list of them, and no text may be empty, it is {_shown(line, name)}"
+        )
     return value
+
+
+def _is_full(value: Any) -> bool:  # noqa: ANN401 - JSON
+    """Whether no text in nested lists is empty."""
+    return all(map(_is_full, value)) if isinstance(value, list) else not isinstance(value, str) or not is_blank(value)
 
 
 def one_of(line: Line, name: str, allowed: Sequence[str]) -> str:
@@ -90,12 +99,19 @@ def texts(line: Line, name: str) -> list[str]:
     return value
 
 
+def wanted_texts(line: Line, name: str) -> list[str]:
+    """The texts that a prediction is compared with: at least one, none of them empty."""
+    found = texts(line, name)
+    check_references(found, name)
+    return found
+
+
 def nested(line: Line, name: str, count: int) -> list[list[str]]:
-    """A list of texts for each of `count` predictions."""
+    """The `wanted_texts` of each of `count` predictions."""
     value = line.get(name)
     if not isinstance(value, list) or len(value) != count:
         raise ValueError(f"{name} must have a list for each of the {count} predictions, it is {_shown(line, name)}")
-    return [texts({name: one}, name) for one in value]
+    return [wanted_texts({name: one}, name) for one in value]
 
 
 def numbers(line: Line, name: str, count: int) -> list[int]:

@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from statistics import fmean
 from types import ModuleType
+from unicodedata import normalize
 
 from kvbench import tasks
 from kvbench.tasks.task import Scored
@@ -83,14 +84,26 @@ def up_to_brace(text: str) -> str | None:
     return None
 
 
+def composed(text: str) -> str:
+    """A text in Unicode's normal form C, in which an accented letter is one character: files and models have both."""
+    return normalize("NFC", text)
+
+
+def folded(text: str) -> str:
+    """`composed`, in lower case."""
+    return composed(text).lower()
+
+
 def contains(output: str, references: tuple[str, ...]) -> float:
     """Share of the references that occur in the output, ignoring case. RULER calls it string_match_all."""
-    return sum(reference.lower() in output.lower() for reference in references) / len(references)
+    text = folded(output)
+    return sum(folded(reference) in text for reference in references) / len(references)
 
 
 def contains_any(output: str, references: tuple[str, ...]) -> float:
     """1.0 if any reference occurs in the output, ignoring case. RULER calls it string_match_part."""
-    return float(any(reference.lower() in output.lower() for reference in references))
+    text = folded(output)
+    return float(any(folded(reference) in text for reference in references))
 
 
 def needle_words(output: str, references: tuple[str, ...]) -> float:
@@ -98,8 +111,8 @@ def needle_words(output: str, references: tuple[str, ...]) -> float:
 
     Source: the average quoted in papers, Zefan-Cai/KVCache-Factory at c97f9d7, scripts/scripts_needle/visualize.py.
     """
-    wanted = set(" ".join(references).lower().split())
-    return len(wanted & set(output.lower().split())) / len(wanted)
+    wanted = set(folded(" ".join(references)).split())
+    return len(wanted & set(folded(output).split())) / len(wanted)
 
 
 def rouge1_recall(output: str, references: tuple[str, ...]) -> float:

@@ -69,7 +69,8 @@ class TaskSuite(Task):
 class RulerSuite(TaskSuite):
     """RULER tasks of one length. All fields but `name` and `tasks` override the same field of every task.
 
-    data_dir: a folder with the data files of the tasks; None keeps the tasks' own folders.
+    length, samples, official, template_tokens, answer_prefix: as in each task. data_dir: a folder with the data files
+    of the tasks; None keeps the tasks' own folders.
     """
 
     length_field: ClassVar[str | None] = "length"

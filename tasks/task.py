@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -100,6 +101,9 @@ class Example:
     spans: parts of the prompt by name, as first and last characters [a, b), whose kept share is recorded. Policies may
     use them, except those of `evidence.HIDDEN`.
     sampling: temperature, top_p and top_k of the answer unless the run sets them; None is greedy decoding.
+
+    No reference may be empty (`check_references`), because every output contains an empty text; a task without
+    references has ().
 
     metadata is stored with the sample. Tables group scores by its "task", "length" and "depth"; "benchmark" names the
     module with the official aggregates (`tasks.scores`).
@@ -209,7 +213,7 @@ class Task(ABC):
     """
 
     named_by: ClassVar[str | None] = None
-    """The field that `task=<file>/<name>` sets, for tasks with many named subsets."""
+    """The field that `task=<file>/<name>` sets, for tasks with many named subsets (`own_names`)."""
 
     length_field: ClassVar[str | None] = None
     """The field with the prompt length in tokens, for tasks that generate prompts of a given length."""
@@ -234,6 +238,11 @@ class Task(ABC):
     max_new_tokens: int | None = None
     truncation: str = "refuse"
     divergence: bool = False
+
+    @classmethod
+    def own_names(cls) -> Sequence[str]:
+        """The names of its subsets, for completion."""
+        return ()
 
     def __post_init__(self) -> None:
         for item in fields(self):  # YAML and the command line give lists; frozen tasks hold tuples
@@ -313,6 +322,19 @@ class Task(ABC):
     def task_of(self, example: Example) -> Task:
         """The task with the fields that apply to an example: this task, or a task of the suite."""
         return self
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text has no visible character: only white space, control and formatting characters, or nothing."""
+    return all(character.isspace() or unicodedata.category(character) in ("Cc", "Cf") for character in text)
+
+
+def check_references(references: Sequence[str], where: str) -> None:
+    """Raise ValueError, naming the place, for a reference without a visible character, which every output contains."""
+    for reference in references:
+        if is_blank(reference):
+            got = "" if len(references) == 1 else f" in {list(references)!r:.60}"
+            raise ValueError(f"{where}: {reference!r}{got} is an empty text, which every output would contain")
 
 
 def are_texts(value: object) -> bool:

@@ -11,14 +11,21 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 from kvbench.errors import ConfigError, UsageError, first_line
+from kvbench.tasks.task import check_references
 
 Row = Mapping[str, Any]
+_DAMAGED = (
+    *(ValueError, OSError, EOFError, LookupError, RecursionError),
+    *(csv.Error, zipfile.BadZipFile, zlib.error),
+)
+_WHOLE = re.compile(r"-?\d+\.0")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 TABLES = (".jsonl", ".csv", ".parquet")
 """Suffixes of files with rows."""
@@ -77,6 +84,7 @@ def rows(
     """The rows of a file, with a string in each of `fields` and a list of strings in each of `lists`.
 
     .csv and .parquet are tables; .txt is a single row; .json is a list, or has one row per line like all other files.
+    A column of a .csv file in which every number ends in `.0` has whole numbers: pandas writes gaps so.
     `.gz` after the suffix is unpacked; a .zip file is read at `member`. Raises ValueError, naming file and row, if a
     row does not have a field, the file is damaged, or it has no row.
     """
@@ -97,13 +105,13 @@ def _read(path: Path, name: str, member: str) -> Iterator[Any]:
             yield row
     except UsageError as error:
         raise ValueError(f"{name}, row {number + 1}: {error}") from error
-    except (ValueError, OSError, EOFError, LookupError, RecursionError, csv.Error, zipfile.BadZipFile, zlib.error) as e:
+    except _DAMAGED as e:
         why = f"the file is damaged or truncated ({first_line(e)})"
         raise ValueError(f"{name}, row {number + 1}: {why}") from e
 
 
 def check_row(row: Any, fields: Sequence[str], lists: Sequence[str], where: str) -> None:  # noqa: ANN401 - it is checked
-    """Raise ValueError, naming the place, for a row without its texts or lists of texts."""
+    """Raise ValueError, naming the place, for a row without its texts or lists of texts, none of them empty."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: not a JSON object")
     has = ", ".join(str(key) for key in row if key is not None)
@@ -115,6 +123,7 @@ def check_row(row: Any, fields: Sequence[str], lists: Sequence[str], where: str)
         value = row.get(field)
         if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
             raise ValueError(f"{where}: {field} is {value!r:.60}, it must be a list of texts that is not empty")
+        check_references(value, f"{where}: {field}")
     for field in (*fields, *lists):
         for text in [row[field]] if field in fields else row[field]:
             if _SURROGATE.search(text):
@@ -163,6 +172,18 @@ def _row(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _csv(path: Path, member: str) -> Iterator[Row]:
+    """The rows of a .csv file; columns of whole numbers without the `.0` that pandas adds where one is missing."""
+    whole: dict[str, bool] = {}
+    with suppress(*_DAMAGED):  # the second time the file is read, its row is named
+        for row in _cells(path, member):
+            for name, cell in row.items():
+                if cell:
+                    whole[name] = whole.get(name, True) and _WHOLE.fullmatch(cell) is not None
+    for row in _cells(path, member):
+        yield {name: cell.removesuffix(".0") if whole.get(name) else cell for name, cell in row.items()}
+
+
+def _cells(path: Path, member: str) -> Iterator[dict[str, str]]:
     csv.field_size_limit(sys.maxsize)  # a chapter exceeds the default limit of csv
     with _text(path, member, newline="") as stream:
         reader = csv.reader(stream, strict=True)

@@ -65,7 +65,7 @@ MUTANTS = (
     Mutant("ada: even part", "targets = won * (1 - self.alpha) + self.alpha * base", "targets = won * (1 - self.alpha) + self.alpha + base"),
     Mutant("d2o allocator: unbiased variance", "(spread / (count - 1).clamp(min=1))", "(spread / (count - 0).clamp(min=1))"),
     Mutant("d2o allocator: filling", "left = total - math.fsum(targets[layer]", "left = total + math.fsum(targets[layer]"),
-    Mutant("caote: error", "distance.mul_(alpha / (1 - alpha).clamp_(min=self.eps))", "distance.mul_(alpha * (1 - alpha).clamp_(min=self.eps))"),
+    Mutant("caote: error", "mul_(alpha / (1 - alpha).clamp_(min=self.eps))", "mul_(alpha * (1 - alpha).clamp_(min=self.eps))"),
     Mutant("fastcaote: mean over stored tokens", "counted.sum(-1, keepdim=True).clamp(min=1)\n        mean", "counted.sum(-1, keepdim=True).clamp(min=2) + 1\n        mean"),
     Mutant("caote: which rows minmax_sum takes", "scores = torch.where(lowest < 0, shifted, scores)", "scores = torch.where(lowest <= 0, shifted, scores)"),
     Mutant("selection: ties go to the lower position", "return self.positions.masked_fill(stays, -1).argmax(-1, keepdim=True)", "return self.positions.masked_fill(stays, 2**30).argmin(-1, keepdim=True)"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
 from kvbench.api.evaluate import Model, evaluate
+from kvbench.api.fields import AskFields
 from kvbench.errors import UsageError, as_python, whole_number
 from kvbench.policies.policy import Policy
 from kvbench.tasks.task import Example, Shared, Task, Tokenizer
@@ -33,7 +34,7 @@ class Questions(Task):
         shared = Shared(spare=0)  # the context is prefilled and compressed once for all questions
         for index, question in enumerate(self.questions[:limit]):
             words, most = f"\n\n{question}", self.max_new_tokens or 0
-            yield Example(index, self.context + words, ("",), most, question=words, shared=shared)
+            yield Example(index, self.context + words, (), most, question=words, shared=shared)
 
     def score(self, output: str, example: Example) -> float:
         """Nothing is scored."""
@@ -53,7 +54,7 @@ def ask(
     chat_template_args: Mapping[str, Any] | None = None,
     think_end: str | None = None,
     think_begin: str | None = None,
-    **fields: Any,  # noqa: ANN401 - fields of `evaluate`
+    **fields: Unpack[AskFields],
 ) -> list[str]:
     """The answers to questions about one context, which is prefilled and compressed once, before they are known.
 

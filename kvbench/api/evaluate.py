@@ -9,10 +9,11 @@ from itertools import product
 from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvbench.api.fields import Fields
 from kvbench.api.results import Results
 from kvbench.config.folders import own_folders
 from kvbench.engine.compute import compute_runs
@@ -49,7 +50,7 @@ def evaluate(
     device: str = "auto",
     out: str | Path | None = None,
     config_dir: str | Path | None = None,
-    **fields: Any,  # noqa: ANN401 - fields of any part
+    **fields: Unpack[Fields],
 ) -> Results:
     """Run every task with every policy at every budget, as the command line does: each example is audited.
 

@@ -44,6 +44,7 @@ class RealLayer:
         self._uniform = layout_of(self._module.config).uniform_length
         self._rotary: nn.Module | None = None
         self._pairs: tuple[slice, bool] | None = None  # see `_try_out`
+        self._key_bias: Tensor | None = None
 
     @property
     def _module(self) -> Any:  # noqa: ANN401 - a module's attributes have no type
@@ -51,8 +52,8 @@ class RealLayer:
         assert module is not None, "the model was deleted"
         return module
 
-    def rotation(self, positions: Tensor) -> Rotation:
-        """The layer's rotation at positions [B,H,n]. Raises InterfaceError if it cannot be determined."""
+    def _loaded_rotary(self) -> nn.Module:
+        """The rotary embedding, after a trial of the module. Raises InterfaceError if none explains its result."""
         if self._rotary is None:
             rotary = rotary_of(self._module)
             if rotary is None:
@@ -65,15 +66,37 @@ class RealLayer:
             except Exception as error:  # any error of a module that is called outside of its model
                 raise self._error(f"cannot be called outside of its model ({error})") from error
             self._rotary = rotary
+        return self._rotary
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """The layer's rotation at positions [B,H,n]. Raises InterfaceError if it cannot be determined."""
+        rotary = self._loaded_rotary()
         if self._pairs is None:
             none = self.like.new_zeros(*positions.shape, 0)
             return Rotation(none, none)
         if self._uniform is not None and positions.numel() and int(positions.max()) >= self._uniform:
             raise self._error(f"rotates calls beyond {self._uniform} tokens by their length")
         channels, interleaved = self._pairs
-        cos, sin = self._cos_sin(self._rotary, positions.flatten(1))
+        cos, sin = self._cos_sin(rotary, positions.flatten(1))
         cos, sin = (x[..., channels].unflatten(1, positions.shape[1:]) for x in (cos, sin))
         return Rotation(cos, sin, interleaved)
+
+    @torch.no_grad()
+    def key_bias(self) -> Tensor:
+        """The key, before the rotation, of a hidden state of 0: [H_kv,D]. Raises InterfaceError if it is 0."""
+        if self._key_bias is None:
+            rotary, module, positions = (
+                self._loaded_rotary(),
+                self._module,
+                torch.tensor([[0]], device=self.like.device),
+            )
+            cos, sin = self._cos_sin(rotary, positions)
+            state = torch.zeros(1, 1, module.config.hidden_size, dtype=self._dtype, device=self.like.device)
+            _, keys = self._projected(state, positions, torch.ones_like(cos), torch.zeros_like(sin))
+            self._key_bias = keys[0, :, 0].clone()
+            if not bool(self._key_bias.any()):
+                raise self._error("has keys without a bias")
+        return self._key_bias
 
     def output_projection(self) -> Tensor:
         """[H_q,D,hidden]. Raises InterfaceError unless the projection is a plain matrix."""
@@ -93,13 +116,17 @@ class RealLayer:
         cos, sin = rotary(self.like, positions, **rotary_arguments(rotary, self._module))
         return cos, sin
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        weights = (weight for weight in self._module.parameters() if weight.is_floating_point())
+        return next((weight.dtype for weight in weights), self.like.dtype)
+
     @torch.no_grad()
     def _try_out(self, rotary: nn.Module) -> tuple[slice, bool] | None:
         """The channels of cos and sin that rotate, and whether pairs are neighbours; None without a rotation."""
         module, like = self._module, self.like
         drawn = torch.randn(1, 2, module.config.hidden_size, generator=torch.Generator().manual_seed(0))
-        dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), like.dtype)
-        tokens, positions = drawn.to(like.device, dtype), torch.tensor([POSITIONS], device=like.device)
+        tokens, positions = drawn.to(like.device, self._dtype), torch.tensor([POSITIONS], device=like.device)
         cos, sin = self._cos_sin(rotary, positions)
         plain = self._projected(tokens, positions, torch.ones_like(cos), torch.zeros_like(sin))
         rotated = self._projected(tokens, positions, cos, sin)

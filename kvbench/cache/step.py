@@ -83,6 +83,13 @@ class Step:
             return 0
         return budgets.shares[index] if span.phase == "decode" else budgets.within(index, span.end)
 
+    @property
+    def spare(self) -> int:
+        """Slots per KV head to reserve at the step's eviction: for the next block, or while decoding."""
+        if self.prompt_done:
+            return self.policy.schedule.spare
+        return min(self.span.end - self.span.start, self.sequence.budgets.prompt - self.span.end)
+
     # --- latents -----------------------------------------------------------------------------------------------------
     @property
     def attended(self) -> LayerStore:
@@ -162,6 +169,8 @@ class Step:
         if self.span.phase != "decode":
             if self.prompt_done and (self.span.evicts or self.policy.schedule.decode == "grow"):
                 layer.recent.limit(self.policy.needs.window_decoding or 0)
+                if self.policy.scorer is not None and not self.policy.decoding_evicts:
+                    self.policy.scorer.forget(layer.memory)
             layer.recent.copy()
         if self.prompt_done and not layer.unsettled:
             layer.store.settle()

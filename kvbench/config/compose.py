@@ -200,21 +200,6 @@ def load(file: Path) -> Config:
     return own
 
 
-def complete_overrides(_context: object, _parameter: object, incomplete: str) -> list[str]:
-    """The overrides that continue a word: fields of conf/config.yaml; after `policy=`, names. Called by click."""
-    config = load(CONF / "config.yaml")
-    groups = ["model", "policy", "task", "logger", "experiment", "hydra/launcher", "hydra/sweeper"]
-    group, equals, value = incomplete.partition("=")
-    given = value[: value.rfind(",") + 1]  # full,snap
-    fields = [key for key in config if key not in ("defaults", "hydra")]
-    inner = {key: [f"{key}.{name}" for name in config[key]] for key in fields if isinstance(config[key], dict)}
-    if equals:
-        found = [f"{group}={given}{name}" for name in names(group)] if group in groups else []
-    else:
-        found = [f"{word}=" for field in (*groups, *fields) for word in inner.get(field, [field])]
-    return [word for word in found if word.startswith(incomplete)]
-
-
 def check_run_fields(words: Mapping[str, Any]) -> None:
     """Raise ConfigError for a word that is not a field of a run, nor of Hydra."""
     known = ["model", "policy", "task", "logger", *(key for key in load(CONF / "config.yaml") if key != "defaults")]

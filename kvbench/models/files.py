@@ -27,12 +27,15 @@ _UNWANTED = ("consolidated*", "original/*", "training_args*")
 class ModelSpec:
     """The configuration of a model: `conf/model/*.yaml` and the command line.
 
-    The source of the model is the first of: `path` (a local folder, or a GGUF file; with `gguf_file`, that file in the
-    folder), `package` (an installed package that contains `gguf_file`), `bundled` (a folder of this package), `hub_id`
-    at `revision` (None: the newest; with `gguf_file`, only that file). `sha256`: the checksum of the GGUF file, which
-    is verified wherever the file comes from. `max_prompt_tokens`: the length to which tasks cut long prompts (None: the
-    model's positions). `system_prompt`: a system message in the chat template. `device_map`: how accelerate
-    distributes the layers (None: one device). `shape`: the shape of the cache, for use without the model's files (see
+    The source of the model is the first that is given of path, package, bundled and hub_id.
+
+    name: name in tables. path: a local folder, or a GGUF file. package: an installed package that contains the GGUF
+    file. bundled: a folder of this package. hub_id: a model of the Hub, owner/name. revision: its branch, tag or
+    commit; None: the newest. gguf_file: a GGUF file in the folder or of the Hub, dequantized once. sha256: the checksum
+    of the GGUF file, which is verified wherever the file comes from. dtype: of the weights; auto: that of the files.
+    max_prompt_tokens: the length to which tasks cut long prompts; None: the model's positions. system_prompt: a system
+    message in the chat template. trust_remote_code: allow code in the model's files to run. device_map: how accelerate
+    distributes the layers; None: one device. shape: the shape of the cache, for use without the model's files (see
     `kvbench.models.cache_shapes`).
     """
 

@@ -26,7 +26,7 @@ from kvbench.models.prompt import Prompt
 from kvbench.models.shared import shared_texts
 from kvbench.models.spans import Spans, common, moved, token_spans, without
 from kvbench.models.tokens import encode, encode_pair
-from kvbench.tasks.task import Example, Shared, Task
+from kvbench.tasks.task import Example, Shared, Task, check_references
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +74,11 @@ class PromptMaker:
     def make(self, example: Example) -> Prompt:
         """The prompt of an example.
 
-        Raises UsageError if it does not fit the model's positions and the task does not allow cutting, or if
-        compress=context and its context cannot be separated from the question.
+        Raises UsageError if it does not fit the model's positions and the task does not allow cutting, if
+        compress=context and its context cannot be separated from the question, or if a reference is empty.
         """
+        with refusing():
+            check_references(example.references, f"example {example.index}: reference")
         if self.system_prompt is not None and not self._uses_template(example):
             raise self._no_system(f"task {self.task.task_of(example).name} has prompts without chat template")
         if example.shared is not None:

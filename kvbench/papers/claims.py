@@ -138,17 +138,24 @@ def decide(claim: Claim, runs: Sequence[Result]) -> Verdict:
             found += [one for pair in parts for one in _compared(claim, *pair)]
     if not found:
         return Verdict(claim, NO_DATA, remarks=(*dict.fromkeys(remarks), f"compute the runs with: {claim.command}"))
+    if missing:
+        remarks.append(f"runs of {missing} comparisons are missing: {claim.command}")
+    return replace(judge(claim, found, missing), remarks=tuple(dict.fromkeys(remarks)))
+
+
+def judge(claim: Claim, found: Sequence[Comparison], missing: int = 0) -> Verdict:
+    """The verdict from some comparisons, whose p are corrected here. missing: number of comparisons without runs."""
     adjusted = holm([_p(one) for one in found])
     comparisons = tuple(replace(one, p=p) for one, p in zip(found, adjusted, strict=True))
     signs = [one.sign for one in comparisons]
     n, holds, fails = len(signs) + missing, signs.count(1), signs.count(-1)
-    if claim.most:
+    if not found:
+        verdict = NO_DATA
+    elif claim.most:
         verdict = HOLDS if 2 * holds > n else FAILS if 2 * fails > n else UNDECIDED
     else:
         verdict = FAILS if fails else HOLDS if holds == n else UNDECIDED
-    if missing:
-        remarks.append(f"runs of {missing} comparisons are missing: {claim.command}")
-    return Verdict(claim, verdict, comparisons, tuple(dict.fromkeys(remarks)))
+    return Verdict(claim, verdict, comparisons)
 
 
 def _parts(run: Result, other: Result) -> Iterator[tuple[Result, Result]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from kvbench.config.compose import complete_overrides
+from kvbench.config.completion import complete_overrides
 from kvbench.errors import UsageError
 from kvbench.papers.layout import lay_out, layout, numbers, read_yaml, tables
 from kvbench.report.formats import FORMATS, show

@@ -10,7 +10,8 @@ from typing import Any
 import click
 import yaml
 
-from kvbench.config.compose import complete_overrides, names, read, resolved
+from kvbench.config.completion import complete_overrides
+from kvbench.config.compose import names, read, resolved
 from kvbench.config.parts import build, refusing_in
 from kvbench.errors import UsageError, unknown
 from kvbench.results.definition import sweep_name

@@ -9,7 +9,7 @@ from math import exp
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from kvbench.results import divergence, evidence, statistics
 from kvbench.results.divergence import DivergenceNumbers
@@ -21,6 +21,8 @@ from kvbench.results.statistics import FEWEST, mean_interval, stratified_interva
 from kvbench.tasks.scores import by_subset, scores_of, subsets_by, summary, summary_module
 
 FILE_NAME = "metrics.json"
+Measured: TypeAlias = float | Any
+"""A number that is None if it was not measured or an example failed; type checkers allow its use as a number."""
 CODE = b"".join(
     Path(file).read_bytes() for file in (__file__, *(str(m.__file__) for m in (statistics, divergence, evidence)))
 )
@@ -146,6 +148,12 @@ def _loop_start(samples: Sequence[Sample]) -> float | None:
     return float(median(starts)) if starts else None
 
 
+def _clipped(samples: Sequence[Sample]) -> int | None:
+    """Sum over all answers; None if no scale is fixed."""
+    counts = [sample.clipped for sample in samples if sample.clipped is not None]
+    return sum(counts) if counts else None
+
+
 def _pass_at_k(samples: Sequence[Sample]) -> float | None:
     """Share of prompts with a right answer among their k answers; None unless answers are right or wrong."""
     if not any(s.sample for s in samples) or any(s.score not in (0, 1) for s in samples):
@@ -178,13 +186,16 @@ class Numbers(EvidenceNumbers, DivergenceNumbers):
         "number of answers that were cut off inside a thought, and are scored as empty answers",
         lambda samples: sum(sample.in_thought or False for sample in samples) or None,
     )
+    clipped: float | None = number(
+        "numbers of keys and values beyond the fixed scales of a store, which are stored as the largest one; sum",
+        _clipped,
+        over="all",
+    )
     pass_at_k: float | None = number(
         "share of prompts with a right answer among several sampled ones", _pass_at_k, over="all"
     )
-    kept_tokens: float | None = number(
-        "tokens held at the end; mean over examples, layers, KV heads", _mean_of(mean_kept)
-    )
-    cache_bytes: float | None = number(
+    kept_tokens: Measured = number("tokens held at the end; mean over examples, layers, KV heads", _mean_of(mean_kept))
+    cache_bytes: Measured = number(
         "bytes held at the end: keys, values, positions, statistics, states, without spare bytes; mean per example"
     )
     spare_bytes: float | None = number("reserved but unused at the end, not part of cache_bytes; mean per example")
@@ -193,9 +204,9 @@ class Numbers(EvidenceNumbers, DivergenceNumbers):
     device_peak_bytes: float | None = number(
         "most memory allocated on the CUDA devices, including weights; mean per example", over="alone"
     )
-    full_cache_bytes: float | None = number("keys and values of all tokens of prompt and answer, mean per example")
+    full_cache_bytes: Measured = number("keys and values of all tokens of prompt and answer, mean per example")
     full_position_bytes: float | None = number("their positions, 0 for caches that store none; mean per example")
-    cache_share: float | None = number("cache_bytes / (full_cache_bytes + full_position_bytes + state_bytes)", _share)
+    cache_share: Measured = number("cache_bytes / (full_cache_bytes + full_position_bytes + state_bytes)", _share)
     kv_footprint: float | None = number(
         "entries held, summed over all fed tokens and pre-passes, as a share of the full cache's; mean per example"
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import exp, inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, overload
 
 import yaml
 
@@ -32,7 +32,7 @@ from kvbench.results.labels import (
     usual,
 )
 from kvbench.results.metrics import FILE_NAME as METRICS
-from kvbench.results.metrics import Numbers, by_value, metrics, token_mean
+from kvbench.results.metrics import Measured, Numbers, by_value, metrics, token_mean
 from kvbench.results.pairs import NLLGap, Paired, paired, shared
 from kvbench.results.samples import FILE_NAME, Sample, read_samples
 from kvbench.results.session import machine, other_versions
@@ -73,7 +73,7 @@ class Result(Numbers, Described):
     n: int
     n_failed: int
     n_shared: int
-    score: float | None
+    score: Measured
     score_low: float | None
     score_high: float | None
     interval: str | None
@@ -222,7 +222,11 @@ class Results(Sequence[Result]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - a result, or some of them
+    @overload
+    def __getitem__(self, index: int) -> Result: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> Result | Self:
         if not isinstance(index, slice):
             return self._rows[index]
         some = copy.copy(self)

@@ -32,7 +32,7 @@ class Bash(BashComplete):
     def format_completion(self, item: CompletionItem) -> str:
         """The item as the script reads it: a complete word ends with a space."""
         value = item.value.rpartition("=")[2] if self.split else item.value
-        return f"{item.type},{value}{'' if value.endswith('=') or item.type != 'plain' else ' '}"
+        return f"{item.type},{value}{'' if value.endswith(('=', '.')) or item.type != 'plain' else ' '}"
 
 
 class Overrides(Commands):
@@ -44,7 +44,8 @@ class Overrides(Commands):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """A sub-command as the first word, fields, and the names of a group after `policy=`."""
-        names = [] if ctx.args or ctx._protected_args else self.list_commands(ctx)
+        ctx.args = [*ctx._protected_args, *ctx.args]
+        names = [] if ctx.args else self.list_commands(ctx)
         words = [name for name in names if name.startswith(incomplete)]
         return [CompletionItem(word) for word in (*words, *self.fields(ctx, None, incomplete))]
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.config.compose import complete_overrides
+from kvbench.config.completion import complete_overrides
 from kvbench.engine.generate import generate_tokens
 from kvbench.errors import UsageError
 from kvbench.models.trial import layer_shapes

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import yaml
 
-from kvbench.config.compose import complete_overrides
+from kvbench.config.completion import complete_overrides
 from kvbench.config.folders import own_folders
 from kvbench.errors import UsageError, refusing
 from kvbench.terminal.command import PATH, Command, program, quiet, share_cores

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number
 from kvbench.policies.needs import Needs, Protected
-from kvbench.policies.observation import Observation, State
+from kvbench.policies.observation import Memory, Observation, State
 from kvbench.policies.scorers.expected_attention import ExpectedAttention
 from kvbench.policies.scorers.scorer import AttentionScorer
 
@@ -55,6 +55,9 @@ class CapKV(AttentionScorer):
 
     def observe(self, observation: Observation, state: State) -> None:
         self._queries.observe(observation, state)
+
+    def forget(self, memory: Memory) -> None:
+        self._queries.forget(memory)
 
     def raw(self, observation: Observation, state: State) -> Tensor:
         mean, _ = self._queries.rotated(observation)  # [B,H_kv,G,D]

@@ -24,8 +24,9 @@ class ExpectedAttention(AttentionScorer):
         s_j = (1 / G sum_(h in "group") softmax_j(z_(h,j)) + epsilon) ||v_j||_2
 
     Mean and (biased) covariance of a head's queries are stored per layer and updated with every block and every decoded
-    token. The first `sinks` queries are excluded from them, and the first `sinks` tokens from the softmax. F is
-    `future`, R_t the model's rotation at position t, q a query before rotation.
+    token, and freed after the prompt if decoding evicts nothing. The first `sinks` queries are excluded from them, and
+    the first `sinks` tokens from the softmax. F is `future`, R_t the model's rotation at position t, q a query before
+    rotation.
 
     future: number of next positions that are averaged over. sinks: number of first tokens that are always kept.
     covariance: false uses only the mean. values: false omits the norm of the value. epsilon: added to the attention, so
@@ -60,6 +61,10 @@ class ExpectedAttention(AttentionScorer):
             if self.covariance:
                 memory["scatter"] = queries.new_zeros(len(new), heads, dim, dim)
         _add(memory, queries, counted[:, None, :, None], new)
+
+    def forget(self, memory: Memory) -> None:
+        for name in ("count", "mean", "scatter"):
+            memory.pop(name, None)
 
     def raw(self, observation: Observation, state: State) -> Tensor:
         keys = widen(observation.keys)[:, :, None]  # [B,H_kv,1,T,D]

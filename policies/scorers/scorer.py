@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.needs import Needs, Protected
-from kvbench.policies.observation import Observation, State
+from kvbench.policies.observation import Memory, Observation, State
 from kvbench.policies.pre_passes.pre_pass import PrePass
 
 
@@ -60,6 +60,12 @@ class Scorer(ABC):
     def for_example(self, run_seed: int, example: int) -> Self:
         """The scorer for one example of a run; only scorers with random numbers differ between examples."""
         return self
+
+    def forget(self, memory: Memory) -> None:  # noqa: B027 - most scorers keep no memory
+        """Free what only evictions of this prompt read. Called at its end if decoding evicts nothing (decode=grow).
+
+        Another prompt of the same cache begins with new statistics.
+        """
 
     def selected(self, observation: Observation, kept: Tensor) -> None:  # noqa: B027 - most scorers ignore it
         """Called after each eviction with the kept slots, bool [B,H_kv,T], if `needs.kept`."""

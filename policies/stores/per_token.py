@@ -6,7 +6,7 @@ Shapes: B batch, H KV heads, n tokens, D head dim.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.code_formats import Format
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, number, whole_number
-from kvbench.policies.stores.codec import Codec
+from kvbench.policies.stores.codec import TokenCodec
 from kvbench.policies.stores.quantiser import from_bytes, look_up, to_bytes
 
 WHOLE = 2**30  # a group of all numbers
@@ -79,13 +79,17 @@ def half_away(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LayerScaled(Codec):
+class LayerScaled(TokenCodec):
     """key_scales, value_scales: one number for each layer, as calibrated for a model; none: 1."""
+
+    largest: ClassVar[float]
+    """The largest number that codes can hold at a scale of 1."""
 
     key_scales: Sequence[float] = ()
     value_scales: Sequence[float] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("key_scales", "value_scales"):
             for scale in getattr(self, name):
                 number(name, scale, 1e-30, 1e30)
@@ -97,11 +101,14 @@ class LayerScaled(Codec):
                 raise ConfigError(name, given, why=f"must be empty or hold {layers} numbers, one for each layer")
 
     def for_layer(self, index: int) -> Self:
-        own = (tuple(given[index : index + 1]) for given in (self.key_scales, self.value_scales))
-        return replace(self, **dict(zip(("key_scales", "value_scales"), own, strict=True)))
+        keys, values = (tuple(given[index : index + 1]) for given in (self.key_scales, self.value_scales))
+        return replace(self, key_scales=keys, value_scales=values)
 
     def scale(self, side: int) -> float:
         return (*(self.value_scales if side else self.key_scales), 1.0)[0]
+
+    def limit(self, side: int) -> float:
+        return self.largest * self.scale(side)
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,8 @@ class Fp8(LayerScaled):
     --kv-cache-dtype fp8_e4m3.
     """
 
+    largest = FP8_MAX
+
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
         return {"codes": to_e4m3(x.float() / self.scale(side))}
 
@@ -126,7 +135,7 @@ class Fp8(LayerScaled):
 
 
 @dataclass(frozen=True)
-class Fp8PerTokenHead(Codec):
+class Fp8PerTokenHead(TokenCodec):
     """Every number in 8 bits, e4m3, with a float32 scale for each key and value: 2D + 8 bytes per token and KV head.
 
         hat(x) = s e4m3(x / s), s = max(max |x| / 448, 1e-6)
@@ -147,7 +156,7 @@ class Fp8PerTokenHead(Codec):
 
 
 @dataclass(frozen=True)
-class Int8(Codec):
+class Int8(TokenCodec):
     """Every number in 8 bits with a float32 scale for each key and value: 2D + 8 bytes per token and KV head.
 
         hat(x) = s "round"(x / s), s = max(max |x| / 127, 1e-6), codes from -128 to 127
@@ -159,6 +168,7 @@ class Int8(Codec):
     official: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choice("official", self.official, True, False)
 
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
@@ -175,7 +185,7 @@ class Int8(Codec):
 
 
 @dataclass(frozen=True)
-class Int4(Codec):
+class Int4(TokenCodec):
     """Every number in 4 bits with one scale and zero point for each key and value: D + 8 bytes per token and KV head.
 
         hat(x) = s (c - z), c = "round"(x / s + z), s = max((max x - min x) / 15, 1e-6), z = "round"(- min x / s)
@@ -191,6 +201,7 @@ class Int4(Codec):
     rotate: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choice("rotate", self.rotate, True, False)
 
     def check_shape(self, heads: int, dim: int) -> None:
@@ -235,6 +246,7 @@ class Nvfp4(LayerScaled):
     Source: vLLM's kv_cache_dtype=nvfp4 (nvfp4_utils.cuh), TensorRT-LLM's KvCacheConfig(dtype="nvfp4").
     """
 
+    largest = FP8_MAX * E2M1_MAX
     group: int = 16
     four_over_six: bool = False
 

@@ -127,6 +127,9 @@ class Store(ABC):
     reopens: ClassVar[bool] = True
     """Whether tokens of a complete prompt can still be evicted, so that a cache can take another prompt."""
 
+    reads_model: ClassVar[bool] = False
+    """Whether `observe` needs the layer of the model (`Observation.model`)."""
+
     slug_letters: ClassVar[Mapping[str, str]] = {}
     """Letters of a policy's name that set fields: with {"g": "group"}, `kivi_g32` has group=32."""
 

@@ -5,7 +5,7 @@ Shapes: B batch, H KV heads, r query rows per KV head, N tokens, D head dim, W b
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from kvbench.kernels.code_formats import Format
 from kvbench.kernels.references import widen
-from kvbench.policies.checks import choice, whole_number
+from kvbench.policies.checks import choice, number, whole_number
 from kvbench.policies.constants import on_host
-from kvbench.policies.stores.codec import Codec
+from kvbench.policies.stores.codec import Codec, TokenCodec
 from kvbench.policies.stores.per_token import WHOLE
 from kvbench.policies.stores.quantiser import from_bytes, look_up, to_bytes
+from kvbench.policies.stores.slot_store import SIDES
 
 LLOYD_STEPS = 1000  # levels of up to 5 bits move by less than 1e-7 in the last of them
 
@@ -53,7 +54,7 @@ def constants(dim: int, bits: int, seed: int, dtype: torch.dtype, device: torch.
 
 
 @dataclass(frozen=True)
-class TurboQuant(Codec):
+class TurboQuant(TokenCodec):
     """A vector's norm in 16 bits, and its direction, rotated at random, in `bits` per number: no groups, no residual.
 
         hat(x) = ||x|| R^T c, c_i = "the level nearest to" (R x)_i / ||x||, R = "a random rotation"
@@ -67,23 +68,38 @@ class TurboQuant(Codec):
 
         hat(x) = ||x|| R^T (c + sqrt(pi / 2) / D * ||e|| S^T "sign"(S e)), e = R x / ||x|| - c
 
-    bits: per number, 1 to 8. sketch: of the keys; 2 bytes more. seed: of R and S.
-    Source: Zandieh et al. 2025, arXiv 2504.19874, algorithms 1 and 2; its codebook for outlier channels (2.5 and 3.5
-    bits) is left out.
+    With outliers, the channels of each KV head that are largest in the prompt, by their sum of squares, are a vector of
+    their own, coded in one bit more and rotated apart from the others: 2 bytes more for its norm, and 2 D bytes per KV
+    head for the order of the channels. No kernel for GPUs reads them, so that decoding steps are not recorded. The
+    paper's 2.5 bits are 2, with outliers=0.25, which makes 2.25; 0.5 makes 2.5.
+
+    bits: per number, 1 to 8. sketch: of the keys; 2 bytes more. seed: of R and S. outliers: share of the channels.
+    Source: Zandieh et al. 2025, arXiv 2504.19874, algorithms 1 and 2, section 4.3 for outliers. How these are found is
+    ours, after QJL (arXiv 2406.03482).
     """
 
-    slug_letters: ClassVar[Mapping[str, str]] = {"b": "bits"}
+    slug_letters: ClassVar[Mapping[str, str]] = {"b": "bits", "o": "outliers"}
 
     bits: int = 4
     sketch: bool = False
     seed: int = 0
+    outliers: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choice("sketch", self.sketch, True, False)
-        whole_number("bits", self.bits, 2 if self.sketch else 1, 8)
+        number("outliers", self.outliers, 0, below=1)
+        whole_number("bits", self.bits, 2 if self.sketch else 1, 7 if self.outliers else 8)
         whole_number("seed", self.seed, 0)
 
     kinds: ClassVar[Mapping[str, str]] = {"codes": "codes", "signs": "codes", "norm": "norms", "left": "norms"}
+
+    def check_shape(self, heads: int, dim: int) -> None:
+        if self.outliers and not 0 < round(self.outliers * dim) < dim:
+            raise ValueError(f"outliers={self.outliers} of {dim} channels leaves no outlier, or no other channel")
+
+    def fitted(self, keys: Tensor, values: Tensor, occupied: Tensor) -> Codec:
+        return Split.of(self, keys, values, occupied) if self.outliers else self
 
     def _bits(self, side: int) -> int:
         return self.bits - (self.sketch and side == 0)
@@ -95,7 +111,7 @@ class TurboQuant(Codec):
         return self._constants(0, like)[0].mT
 
     def format(self, side: int) -> Format | None:
-        return None if self.sketch else Format("table", self.bits, WHOLE)
+        return None if self.sketch or self.outliers else Format("table", self.bits, WHOLE)
 
     def table(self, side: int, dim: int, device: torch.device) -> Tensor:
         return constants(dim, self._bits(side), self.seed, torch.float32, device)[2]
@@ -123,3 +139,68 @@ class TurboQuant(Codec):
             signs = from_bytes(held["signs"], 1, dim).to(found.dtype).mul_(2).sub_(1)
             found = found + (math.sqrt(math.pi / 2) / dim * held["left"].float())[..., None] * (signs @ gaussian)
         return found * held["norm"].float()[..., None]
+
+
+@dataclass(frozen=True, eq=False)
+class Channels:
+    """The channels of keys or values: order [B,H,D] int16, outliers first, and their number."""
+
+    order: Tensor
+    outliers: int
+
+    @classmethod
+    def of(cls, x: Tensor, occupied: Tensor, share: float) -> "Channels":
+        """The channels of x [B,H,n,D], of which `share` are outliers: those with the largest sums of squares."""
+        squares = widen(x).masked_fill(~occupied[..., None], 0.0).square().sum(2)
+        count, order = round(share * x.shape[-1]), squares.sort(dim=-1, descending=True, stable=True).indices
+        both = order.split([count, order.shape[-1] - count], dim=-1)
+        return cls(torch.cat([part.sort(-1).values for part in both], dim=-1).to(torch.int16), count)
+
+    def index(self, tokens: int) -> Tensor:
+        """The order as an index into [B,H,tokens,D]."""
+        return self.order.long()[:, :, None].expand(-1, -1, tokens, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Split(Codec):
+    """TurboQuant with outliers in one layer: two instances, for the outliers and for the other channels.
+
+    sides: channels of keys and of values.
+    """
+
+    outliers: TurboQuant
+    others: TurboQuant
+    sides: tuple[Channels, Channels]
+
+    kinds: ClassVar[Mapping[str, str]] = {
+        **TurboQuant.kinds, **{f"outlier {name}": kind for name, kind in TurboQuant.kinds.items()}
+    }  # fmt: skip
+
+    @classmethod
+    def of(cls, codec: TurboQuant, keys: Tensor, values: Tensor, occupied: Tensor) -> "Split":
+        """The codec of a layer whose prompt has these keys and values [B,H,n,D] in the occupied slots."""
+        sides = Channels.of(keys, occupied, codec.outliers), Channels.of(values, occupied, codec.outliers)
+        others = replace(codec, outliers=0.0)
+        return cls(replace(others, bits=codec.bits + 1, seed=codec.seed + 1), others, sides)
+
+    @property
+    def fitted_tensors(self) -> Mapping[str, Tensor]:
+        return {f"{name} channels": side.order for name, side in zip(SIDES, self.sides, strict=True)}
+
+    def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
+        channels = self.sides[side]
+        ordered = widen(x).gather(-1, channels.index(x.shape[2]))
+        first, rest = ordered[..., : channels.outliers], ordered[..., channels.outliers :]
+        new = {f"outlier {name}": part for name, part in self.outliers.encode(first, side).items()}
+        return new | self.others.encode(rest, side)
+
+    def decode(self, held: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
+        channels = self.sides[side]
+        first = {name.removeprefix("outlier "): x for name, x in held.items() if name.startswith("outlier ")}
+        rest = {name: x for name, x in held.items() if not name.startswith("outlier ")}
+        parts = (
+            (self.outliers, self.outliers.decode(first, side, tokens, channels.outliers)),
+            (self.others, self.others.decode(rest, side, tokens, dim - channels.outliers)),
+        )
+        x = torch.cat([part @ codec.rotation(part).mT for codec, part in parts], dim=-1)
+        return torch.empty_like(x).scatter_(-1, channels.index(tokens), x)

@@ -10,6 +10,7 @@ from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.eviction_error import distances
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
 from kvbench.policies.values.value import ValueAware
 
@@ -95,9 +96,7 @@ class Caote(ValueAware):
         alpha = normalise(scores, None if counted is None else counted[:, :, None], how)
         values = widen(values)
         centre = self.centre(alpha, values, counted)
-        # Differences, squared and summed in one pass: products (|v|^2 - 2 v X + |X|^2) would cancel where v is near X.
-        distance = torch.cdist(centre, values, compute_mode="donot_use_mm_for_euclid_dist")
-        return distance.mul_(alpha / (1 - alpha).clamp_(min=self.eps))
+        return distances(centre, values).mul_(alpha / (1 - alpha).clamp_(min=self.eps))
 
     def score(
         self,

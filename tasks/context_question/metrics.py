@@ -10,6 +10,13 @@ from kvbench.tasks.scores import NUMBER, best, chosen_letter, contains, contains
 
 _CHOSEN = (re.compile(r"The correct answer is \(([A-D])\)"), re.compile(r"The correct answer is ([A-D])"))
 
+FORMS = {
+    "first_number": (re.compile(rf"\s*({NUMBER.pattern})\s*"), "a number without a sign, such as 42"),
+    "last_letter": (re.compile("[A-J]"), "a letter from A to J"),
+    "correct_choice": (re.compile("[A-D]"), "a letter from A to D"),
+}
+"""What an answer must be so that a metric can find it."""
+
 Metric = Callable[[str, tuple[str, ...]], float]
 
 
@@ -38,6 +45,13 @@ def first_number(output: str, references: tuple[str, ...]) -> float:
     found = NUMBER.search(output)
     values = [float(reference) for reference in references if NUMBER.fullmatch(reference.strip())]
     return float(found is not None and float(found[0]) in values)
+
+
+def check_form(metric: str, references: tuple[str, ...], where: str) -> None:
+    """Raise ValueError, naming the place, for references that no output can match."""
+    pattern, form = FORMS.get(metric, (None, ""))
+    if pattern is not None and not any(pattern.fullmatch(reference) for reference in references):
+        raise ValueError(f"{where}: metric {metric} needs an answer that is {form}, got {', '.join(references)!r:.60}")
 
 
 METRICS: dict[str, Metric] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from ast import literal_eval
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from kvbench.tasks.hub import hub_rows
 from kvbench.tasks.task import Example, question_part
 
 TEXTS = ("context", "question")
+_FLOAT = re.compile(r"-?\d+\.0|-?\d\.\d+e\+\d+")
+log = logging.getLogger(__name__)
 ANSWERS = ("answers", "answer")
 
 
@@ -48,6 +51,8 @@ class Row:
         if most in (None, ""):
             raise ValueError(f"{self.name}: no max_new_tokens, set task.max_new_tokens")
         whole = int(most) if isinstance(most, str) and most.isdecimal() else most
+        if isinstance(whole, float) and whole.is_integer():  # a column of numbers with gaps
+            whole = int(whole)
         if isinstance(whole, bool) or not isinstance(whole, int) or whole < 1:
             raise ValueError(f"{self.name}: max_new_tokens is {most!r:.60}, it must be an integer of at least 1")
         return whole
@@ -69,11 +74,18 @@ def from_hub(hub: str, subset: str | None, split: str, revision: str | None, nam
 
 
 def _read(found: Iterable[Mapping[str, Any]], name: str) -> Iterator[Row]:
+    warned = False
     for number, values in enumerate(found, start=1):
         where = f"{name}, row {number}"
         more = [field for field in ("answer_prefix", "task") if values.get(field) is not None]
         text_files.check_row(values, [*TEXTS, *more], (), where)
-        yield Row(values, where, _answers(values, where))
+        answers = _answers(values, where)
+        floats = [answer for answer in answers if _FLOAT.fullmatch(answer)]
+        if floats and not warned:
+            why = "looks like a whole number that was written as a float; it is compared as it is, as a text"
+            log.warning("%s: the answer %s %s", where, floats[0], why)
+            warned = True
+        yield Row(values, where, answers)
 
 
 def _answers(values: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -81,14 +93,13 @@ def _answers(values: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
     ValueError for answers without a visible character, which every output would contain.
     """
-    name = next((name for name in ANSWERS if values.get(name) is not None), None)
-    if name is None:
+    given = [name for name in ANSWERS if values.get(name) is not None]
+    if not given:
         raise ValueError(f"{where}: neither answers nor answer, its fields are {', '.join(map(str, values))}")
+    name = next((name for name in given if values[name] != ""), given[0])
     value = values[name]
     found = _listed(value, name, where) if isinstance(value, str) else value
     text_files.check_row({name: found}, (), [name], where)
-    if not all(map(str.strip, found)):
-        raise ValueError(f"{where}: {name} is {value!r:.60}, it must have no empty text")
     return tuple(found)
 
 

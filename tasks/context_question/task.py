@@ -8,8 +8,9 @@ from itertools import islice
 from typing import Any
 
 from kvbench.errors import ConfigError
-from kvbench.tasks.context_question.metrics import METRICS
+from kvbench.tasks.context_question.metrics import METRICS, check_form
 from kvbench.tasks.context_question.rows import Row, from_files, from_hub
+from kvbench.tasks.scores import composed
 from kvbench.tasks.task import Example, Task, Tokenizer, are_texts, counts, several, slots
 
 FILES = ("*.parquet", "*.jsonl", "*.csv")
@@ -20,8 +21,9 @@ class ContextQuestion(Task):
     """Rows with the columns context, question, answers (or answer), and perhaps answer_prefix, max_new_tokens, task,
     evidence.
 
-    data_dir: a .parquet, .jsonl or .csv file, or a folder with `files`, read in the order of their paths. hub: a data
-    set on the Hub instead, with its subset, split and revision (None: the newest). frame: the prompt, with slots
+    data_dir: a .parquet, .jsonl or .csv file, or a folder. files: patterns of the files to read from a folder, in the
+    order of their paths. hub: a data set on the Hub instead. subset, split: its parts. revision: its commit or branch;
+    None: the newest. frame: the prompt, with slots
     context and question; the public sets have the instructions in their columns. metrics: names in `metrics.METRICS`;
     the first one is the score, and the means of several are printed as aggregates. max_new_tokens: None uses the
     column. The column evidence has the parts of the context that the answer needs: a list of texts that occur exactly
@@ -55,13 +57,15 @@ class ContextQuestion(Task):
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`: examples follow the rows; the seed has no effect."""
         for index, row in enumerate(islice(self._rows(), limit)):
+            check_form(self.metrics[0], row.answers, row.name)
             task = row.values.get("task") or self.name
             example = row.example(self.frame, self.max_new_tokens, task=task, benchmark="context_question")
             yield replace(example, index=index)
 
     def judge(self, output: str, example: Example) -> tuple[float | None, Mapping[str, Any]]:
         """The score, and all metrics by name if there are several."""
-        found = {name: METRICS[name](output, example.references) for name in self.metrics}
+        references = tuple(map(composed, example.references))
+        found = {name: METRICS[name](composed(output), references) for name in self.metrics}
         return found[self.metrics[0]], found if len(found) > 1 else {}
 
     def _rows(self) -> Iterator[Row]:

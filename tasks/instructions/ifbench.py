@@ -27,7 +27,8 @@ class IFBench(Task):
 
     metric: the score of an example: prompt_strict (1 if all instructions are followed), prompt_loose, or the share of
     them, instruction_strict or instruction_loose; all four are recorded. exclude: kinds of instructions whose prompts
-    are left out. hub, split, revision: the data set; data_dir: a local copy instead, a file or a folder with `file`.
+    are left out. hub, split, revision: the data set; data_dir: a local copy instead, a file or a folder.
+    file: the name of the file in a folder.
     """
 
     name: str = "ifbench"

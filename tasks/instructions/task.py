@@ -58,8 +58,9 @@ class _Row(NamedTuple):
 class SystemInstructions(Task):
     """IFEval's instructions in the system message, which is compressed before the request is seen.
 
-    probe: "follow" sends the request, and the score is `metric` (see `IFBench`); "leak" sends `attack`, and the score
-    is the ROUGE-L recall of the instructions in the answer: higher is worse. defense: a text that forbids to disclose
+    probe: "follow" sends the request, and the score is `metric`; "leak" sends `attack`, and the score is the ROUGE-L
+    recall of the instructions in the answer: higher is worse. metric: as in `IFBench`. attack: a request to disclose
+    the instructions. defense: a text that forbids to disclose
     the instructions, before ("standard") or after them ("flipped"). lengths: tokens of a neutral document in the system
     message, 0 for none; place: the instructions come before it, at a paragraph or sentence end in its middle, or after
     it. documents: a folder of .txt files for it (None: generated sentences). stemmer: as in the paper's recall. chat:

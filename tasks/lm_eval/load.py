@@ -141,6 +141,11 @@ def _texts() -> Iterator[tuple[Path, str]]:
             yield path, path.read_text(encoding="utf-8")
 
 
+def task_names() -> list[str]:
+    """The sorted names of lm-eval's tasks and groups; none if it is not installed."""
+    return sorted(_folders()) if find_spec("lm_eval") else []
+
+
 @lru_cache(maxsize=1)
 def _folders() -> dict[str, str]:
     """The folder of lm-eval with the file that defines each task or group, by name."""

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 from jinja2.exceptions import TemplateError
 
 from kvbench.errors import ConfigError
-from kvbench.tasks.lm_eval.load import GENERATES, RATES, LmTask, Loaded, aggregation, generation, load
+from kvbench.tasks.lm_eval.load import GENERATES, RATES, LmTask, Loaded, aggregation, generation, load, task_names
 from kvbench.tasks.suite import in_turn
-from kvbench.tasks.task import Example, Task, Tokenizer, counts
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, is_blank
 
 KEY = ("task", "num_fewshot", "gen_kwargs", "metric", "data_dir", "allow_code_execution", "include_path", "included")
 
@@ -26,8 +26,8 @@ KEY = ("task", "num_fewshot", "gen_kwargs", "metric", "data_dir", "allow_code_ex
 class LmEval(Task):
     """A task, group or tag of lm-eval, with its own prompts, filters and metrics.
 
-    task: its name in lm-eval. num_fewshot: number of examples in the prompt; None: the task's number. fewshot_seed
-    draws them. apply_chat_template, system_instruction, gen_kwargs: as on lm-eval's command line.
+    task: its name in lm-eval. num_fewshot: number of examples in the prompt; None: the task's number. fewshot_seed: of
+    their draw. apply_chat_template, system_instruction, gen_kwargs: as on lm-eval's command line.
     metric: the "metric,filter" used as the score of an example, in lm-eval's unit; None: the first metric that is
     aggregated as a mean, or else the first number. data_dir: a local copy of the data set. include_path: a folder of
     your own task files, as in lm-eval; included: a digest of its files. allow_code_execution: allow tasks that run
@@ -51,6 +51,11 @@ class LmEval(Task):
     include_path: str | None = field(default=None, metadata={"decides": False})  # `included` is used instead
     included: str | None = field(init=False, default=None)
     version: str = field(init=False, default_factory=lambda: version("lm_eval"))
+
+    @classmethod
+    def own_names(cls) -> Sequence[str]:
+        """lm-eval's tasks and groups."""
+        return task_names()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,11 +147,12 @@ class LmEval(Task):
         target = task.doc_to_target(document)
         if isinstance(target, int) and task.config.doc_to_choice is not None:
             target = task.doc_to_choice(document)[target]
+        targets = target if isinstance(target, list) else [target]
         text = json.dumps(document, indent=2, default=handle_non_serializable, ensure_ascii=False)
         return Example(
             index=number,
             prompt="" if rates else requests[0].args[0],
-            references=tuple(str(one) for one in (target if isinstance(target, list) else [target])),
+            references=tuple(text for text in map(str, targets) if not is_blank(text)),
             question="" if rates else _question(task, document, requests[0].args[0]),
             max_new_tokens=settings.get("max_gen_toks", 0),
             rated=tuple(request.args for request in requests) if rates else (),

@@ -7,7 +7,7 @@ from functools import partial
 from kvbench.tasks.longbench.metrics import score
 from kvbench.tasks.longbench.subsets import EXTENDED, SUBSETS
 from kvbench.tasks.longbench.summary import by_bin, percent
-from kvbench.tasks.predictions import Line, nested, numbers, text, texts
+from kvbench.tasks.predictions import Line, nested, numbers, text, texts, wanted_texts
 
 FIELDS = (
     "dataset, prediction and answers; or dataset, predictions, answers of each and, for LongBench-E (mode "
@@ -28,7 +28,7 @@ def score_predictions(line: Line, true_rouge: bool = False) -> Line:
     classes = None if line.get("all_classes") is None else texts(line, "all_classes")
     rate = partial(score, subset, all_classes=classes, official=not true_rouge)
     if "predictions" not in line:
-        return {"score": percent([rate(text(line, "prediction"), texts(line, "answers"))])}
+        return {"score": percent([rate(text(line, "prediction"), wanted_texts(line, "answers"))])}
     predictions = texts(line, "predictions")
     scores = [rate(*pair) for pair in zip(predictions, nested(line, "answers", len(predictions)), strict=True)]
     if mode == "main":

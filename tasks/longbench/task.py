@@ -25,8 +25,8 @@ class LongBench(Task):
     official number. chat: wrap prompts in the model's chat template, except for six subsets. truncation: the official
     rule removes the middle of a prompt that is longer than the model's max_prompt_tokens, before it is wrapped.
     official: ROUGE is 0 if the official code overflows Python's stack. data_dir: a folder with the .jsonl files or
-    data.zip, which replaces `archive`, the file data.zip on the Hub. bundled: a folder in tasks/data, which replaces
-    both.
+    data.zip. archive: the file data.zip on the Hub, used without a data_dir. bundled: a folder in tasks/data, which
+    replaces both.
     Source: THUDM/LongBench at 2e00731.
     """
 
@@ -109,6 +109,7 @@ class LongBench(Task):
 class LongBenchSuite(TaskSuite):
     """Several subsets in turn. All fields but `name` and `tasks` override the same field of every subset.
 
+    extended, official, data_dir: as in `LongBench`.
     The mean over examples is not the benchmark's average, because subsets differ in size; see `tasks.scores`.
     """
 

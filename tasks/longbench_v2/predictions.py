@@ -6,7 +6,7 @@ from statistics import fmean
 
 from kvbench.tasks.longbench_v2.summary import RULES, by_group
 from kvbench.tasks.predictions import JUDGES as JUDGES
-from kvbench.tasks.predictions import Line, nested, text, texts
+from kvbench.tasks.predictions import Line, nested, text, texts, wanted_texts
 
 FIELDS = "prediction and references (the letter); or lists of predictions, references of each, difficulty and length"
 
@@ -19,7 +19,7 @@ def score_predictions(line: Line, protocol: str = "authors") -> Line:
     """
     rule = RULES[protocol]
     if not isinstance(line.get("prediction"), list):
-        return {"score": rule(text(line, "prediction"), tuple(texts(line, "references")))}
+        return {"score": rule(text(line, "prediction"), tuple(wanted_texts(line, "references")))}
     predictions = texts(line, "prediction")
     columns = nested(line, "references", len(predictions)), texts(line, "difficulty"), texts(line, "length")
     if {len(column) for column in columns} != {len(predictions)}:

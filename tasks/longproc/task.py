@@ -13,7 +13,7 @@ from kvbench.errors import ConfigError, choice
 from kvbench.tasks.hub import data_file
 from kvbench.tasks.longproc import countdown, routes, scores
 from kvbench.tasks.longproc.programs import check_isolation, pseudo_to_code
-from kvbench.tasks.task import Example, Task, Tokenizer, counts
+from kvbench.tasks.task import Example, Task, Tokenizer, check_references, counts
 from kvbench.tasks.text_files import rows
 from kvbench.tasks.words import shipped
 
@@ -116,10 +116,12 @@ class LongProc(Task):
         path = data_file(data_dir, ("", *(f"{place}{n}" for n in names for place in ("", f"{self.task}/"))), None, URL)
         for number, row in enumerate(rows(path, path.name, ()), start=1):
             try:
-                yield _READERS[self.task](row, path.parent)
+                problem = _READERS[self.task](row, path.parent)
+                check_references([problem.reference], "its reference")
             except (KeyError, TypeError, IndexError, ValueError, AttributeError, OSError) as error:
                 why = f"no field {error}" if isinstance(error, KeyError) else str(error)
                 raise ValueError(f"{path.name}, row {number} is not a row of {self.task}: {why}") from error
+            yield problem
 
     def judge(self, output: str, example: Example) -> tuple[float, Mapping[str, Any]]:
         """The score by `metric`, and the official metrics, at least 0 unless `official`.

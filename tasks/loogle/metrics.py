@@ -15,6 +15,7 @@ from statistics import fmean
 from warnings import catch_warnings, simplefilter
 
 from kvbench.tasks.longbench.rouge import rouge_recalls
+from kvbench.tasks.task import is_blank
 
 CLOZE = "shortdep_cloze"
 TASKS = ("shortdep_qa", "longdep_qa", CLOZE, "longdep_summarization")
@@ -90,9 +91,13 @@ def sound_cloze(output: str, reference: str) -> dict[str, Counts | None]:
 
 def blanks(reference: str) -> dict[str, str]:
     """The reference of a cloze: the text of each blank. ValueError if it has another format."""
-    wanted = json.loads(reference)
-    if not isinstance(wanted, dict) or not wanted or not all(isinstance(value, str) for value in wanted.values()):
-        raise ValueError(f"references must be a JSON object of texts for a cloze, got {reference!r:.60}")
+    found = json.loads(reference)
+    wanted: dict[str, str] = found if isinstance(found, dict) else {}
+    values = list(wanted.values())
+    if not values or not all(isinstance(value, str) and not is_blank(value) for value in values):
+        raise ValueError(
+            f"references must be a JSON object of texts for a cloze, none of them empty, got {reference!r:.60}"
+        )
     return wanted
 
 

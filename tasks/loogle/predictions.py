@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvbench.tasks.loogle.metrics import CLOZE, TASKS, Counts, blanks, cloze, metric, similarities, sound_cloze
 from kvbench.tasks.predictions import JUDGES as JUDGES
-from kvbench.tasks.predictions import RAISED, Line, nested, one_of, raised, text, texts
+from kvbench.tasks.predictions import RAISED, Line, nested, one_of, raised, text, texts, wanted_texts
 
 FIELDS = "task, prediction and references (one text, or a JSON object for clozes); or, for clozes, lists of both"
 NO_PARTIAL = raised(AttributeError("a value of the output is not a text, so partial_match has no value"))
@@ -27,7 +27,7 @@ def score_predictions(line: Line, protocol: str = "authors") -> Line:
         outputs = texts(line, "prediction")
         wanted = nested(line, "references", len(outputs))
         return _clozes([(output, answers[0]) for output, answers in zip(outputs, wanted, strict=True)], protocol)
-    pair = text(line, "prediction"), texts(line, "references")[0]
+    pair = text(line, "prediction"), wanted_texts(line, "references")[0]
     if task == CLOZE:
         return _cloze(pair, protocol)
     try:

@@ -12,7 +12,7 @@ import unicodedata
 from statistics import fmean
 
 from kvbench.tasks.predictions import JUDGES as JUDGES
-from kvbench.tasks.predictions import Line, nested, one_of, text, texts
+from kvbench.tasks.predictions import Line, nested, one_of, text, texts, wanted_texts
 from kvbench.tasks.scores import up_to_brace
 
 TASKS = ("aime25", "math500")
@@ -28,7 +28,7 @@ def score_predictions(line: Line, protocol: str = "authors") -> Line:
     """
     task = one_of(line, "task", TASKS)
     if not isinstance(line.get("prediction"), list):
-        prediction, (answer, *_) = text(line, "prediction"), texts(line, "references")
+        prediction, (answer, *_) = text(line, "prediction"), wanted_texts(line, "references")
         found: Line = {"score": score(task, prediction, answer), "score_sound": sound(prediction, answer)}
         return {**found, "answered": answered(prediction), "extracted": boxed(task, prediction)}
     predictions = texts(line, "prediction")

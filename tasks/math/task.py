@@ -10,7 +10,7 @@ from typing import Any
 from kvbench.errors import choice
 from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.math.predictions import answered, score, sound
-from kvbench.tasks.task import Example, Task, Tokenizer, counts, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, check_references, counts, slots
 from kvbench.tasks.text_files import rows
 
 
@@ -44,6 +44,7 @@ class BoxedMath(Task):
         """See `Task.examples`: the seed has no effect."""
         path = data_file(self.data_dir, ("", self.file), HubFile(self.hub, self.revision, self.file))
         for index, row in enumerate(islice(rows(path, path.name, ("problem", "answer")), limit)):
+            check_references([row["answer"]], f"{path.name}, row {index + 1}: answer")
             about = {key: row[key] for key in ("subject", "level") if isinstance(row.get(key), str | int)}
             metadata = {"task": self.name, **about, "groups": list(about)}
             prompt = self.prompt.format(problem=row["problem"])

@@ -9,7 +9,7 @@ from statistics import fmean
 from kvbench.tasks.needlebench import scores
 from kvbench.tasks.needlebench.grids import KINDS
 from kvbench.tasks.needlebench.summary import cells_of_results, overall
-from kvbench.tasks.predictions import Line, one_of, texts
+from kvbench.tasks.predictions import Line, one_of, texts, wanted_texts
 
 FIELDS = (
     "task, predictions and references (the official gold strings); or results, OpenCompass's table of "
@@ -28,7 +28,7 @@ def score_predictions(line: Line, v2: bool = False) -> Line:
         return _overall(line["results"], v2)
     task = one_of(line, "task", KINDS)
     predictions = texts(line, "predictions")
-    golds = texts(line, "references")
+    golds = wanted_texts(line, "references")
     if len(golds) != len(predictions):
         raise ValueError(f"references has {len(golds)} entries for {len(predictions)} predictions")
     if task == "multi_retrieval":

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from kvbench.tasks.scores import up_to_brace
+from kvbench.tasks.task import check_references
 
 
 def single_retrieval(prediction: str, gold: str, v2: bool = False) -> float:
@@ -20,6 +21,7 @@ def single_retrieval(prediction: str, gold: str, v2: bool = False) -> float:
     space. Raises ValueError if gold has no "*". As in the official code, a "*" in the needle shifts the keyword.
     """
     needle, keyword = _parted(gold, "*", "needle*keyword")[:2]
+    check_references([keyword], f"the keyword of {gold!r:.60}")
     if keyword in prediction:
         return 100.0
     if v2:
@@ -41,6 +43,7 @@ def multi_retrieval(predictions: Sequence[str], golds: Sequence[str]) -> dict[in
     depths = [int(depth) for depth in written]
     found = dict.fromkeys(depths, 0.0)
     for prediction, gold in zip(predictions, golds, strict=True):
+        check_references(gold.split("#")[0].split("*"), f"the keywords of {gold!r:.60}")
         for keyword, depth in zip(gold.split("#")[0].split("*"), depths, strict=False):
             if keyword in prediction:
                 found[depth] += 100 / len(predictions)

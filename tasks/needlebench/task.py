@@ -47,13 +47,13 @@ class Point:
 class NeedleBench(Task):
     """NeedleBench 4k, 8k or 32k: the prompts and scores of autumn 2024 (v1), or of v2.
 
-    kinds, languages: the kinds of questions and their languages. cells: the number of cells (length, depth), evenly
-    spread over the grid (None: all); multi retrieval hides a needle at every depth, once per selected length.
-    repeats: the maximum number of prompts per cell and kind, the first of the official 10 (multi retrieval 25).
-    needle_seed: seed for the needles of multi retrieval; the official code does not set one.
-    counted_in: "gpt-4" counts lengths in tokens of cl100k_base for every model, as in the official code; encoding_dir
-    is a folder with its file. "model" uses the model's tokenizer. data_dir: a folder with NeedleBench's files, which
-    replaces `source`, the data set on the Hub.
+    size: "4k", "8k" or "32k" tokens. kinds, languages: the kinds of questions and their languages. cells: the number of
+    cells (length, depth), evenly spread over the grid (None: all); multi retrieval hides a needle at every depth, once
+    per selected length. repeats: the maximum number of prompts per cell and kind, the first of the official 10 (multi
+    retrieval 25). needle_seed: seed for the needles of multi retrieval; the official code does not set one. counted_in:
+    "gpt-4" counts lengths in tokens of cl100k_base for every model, as in the official code; "model" uses the model's
+    tokenizer. encoding_dir: a folder with the file of cl100k_base. data_dir: a folder with NeedleBench's files, which
+    replaces the data set on the Hub. source: that data set.
     v2: other prompts and depths, 0 or 100 for single retrieval, family chains for multi reasoning, equal weights.
     Source: open-compass/opencompass at a5acc4b.
     """

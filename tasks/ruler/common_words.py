@@ -19,6 +19,7 @@ class CommonWords(SizedTask):
 
     A worked example precedes the list. Below 4096 tokens the counts are 6 and 1, as in the official generator. The
     shuffle depends only on the seed, so the common words have the same positions in every sample.
+    common: number of words that occur often. common_repeats, other_repeats: how often a word occurs.
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/common_words_extraction.py.
     """
 

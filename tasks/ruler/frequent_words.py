@@ -20,8 +20,9 @@ _REQUESTED = 3
 class FrequentWords(RulerTask):
     """Coded words with counts proportional to rank ** -alpha; the second to fourth most frequent are requested.
 
-    The most frequent one is written "..." and is noise. letters: length of a coded word. vocabulary: number of distinct
-    coded words, by default one for every 50 tokens of the prompt. All samples of a run have the same counts.
+    The most frequent one is written "..." and is noise. alpha: the exponent of the counts. letters: length of a coded
+    word. vocabulary: number of distinct coded words, by default one for every 50 tokens of the prompt. All samples of a
+    run have the same counts.
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/freq_words_extraction.py.
     """
 

@@ -32,6 +32,7 @@ class RulerNiah(SizedTask):
     haystack: "noise" repeats five short sentences per line; "needle" fills every line with a needle of another key;
     "essay" uses the first words of the texts in data_dir, repeated if they are too few, with needles between sentences.
     The texts are RULER's PaulGrahamEssays.json, or the .txt files in the order of their names.
+    keys: number of keys in a prompt. values: values of each key. queries: keys in the question.
     key, value: "words" (adjective-noun), "numbers" (7 digits) or "uuids" (version 4).
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/niah.py.
     """

@@ -58,8 +58,8 @@ class QuestionAnswering(SizedTask):
     """Question i of a data set, its gold documents and enough others to fill the prompt, in a random order.
 
     dataset: "squad" (answerable questions of dev-v2.0; documents of the same article are added first) or "hotpotqa"
-    (dev, distractor setting). data_dir: the folder with its file, in the published format; None reads `source`, a file
-    on the Hub. The score is 1 if any answer occurs in the output.
+    (dev, distractor setting). data_dir: the folder with its file, in the published format; None reads the
+    file on the Hub. source: that file. The score is 1 if any answer occurs in the output.
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/qa.py.
     """
 

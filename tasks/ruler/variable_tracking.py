@@ -90,6 +90,7 @@ class VariableTracking(_Chains):
     """`chains` chains of `hops` assignments among noise lines; all hops + 1 names of the first chain are requested.
 
     A worked example precedes the text; its names and its value are drawn for every sample.
+    chains: number of chains. hops: assignments of a chain after its first.
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/variable_tracking.py.
     """
 

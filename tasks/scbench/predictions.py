@@ -14,7 +14,7 @@ from kvbench.tasks.infinitebench import metrics as infinitebench
 from kvbench.tasks.infinitebench.metrics import any_inside, listed
 from kvbench.tasks.longbench.metrics import character_f1
 from kvbench.tasks.predictions import JUDGES as JUDGES
-from kvbench.tasks.predictions import Line, Rule, corrected, official, one_of, references, text
+from kvbench.tasks.predictions import Line, Rule, corrected, official, one_of, references, text, wanted_texts
 from kvbench.tasks.scbench.repoqa import LANGUAGES, repoqa
 from kvbench.tasks.scores import NUMBER, best, contains, rouge_lsum
 
@@ -86,7 +86,10 @@ def score_predictions(line: Line, protocol: str = "authors") -> Line:
     name = one_of(line, "subtask", MIXED[task]) if task in MIXED else task
     if name == REPOQA:
         lang = one_of(line, "lang", LANGUAGES)
-        needles = [{part: text(one, part) for part in ("needle", "name")} for one in references(line, "needles")]
+        needles = [
+            {part: wanted_texts({part: [text(one, part)]}, part)[0] for part in ("needle", "name")}
+            for one in references(line, "needles")
+        ]
         return {"score": repoqa(text(line, "prediction"), lang, text(line, "func_name"), needles)}
     pair = text(line, "prediction"), references(line)
     found = official(lambda: RULES[name](*pair))

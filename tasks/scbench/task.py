@@ -17,7 +17,7 @@ from kvbench.tasks.predictions import judged
 from kvbench.tasks.scbench.predictions import REPOQA, RULES, SOUND
 from kvbench.tasks.scbench.repoqa import repoqa
 from kvbench.tasks.shared_context import Question, SharedContext
-from kvbench.tasks.task import Example, Tokenizer, counts
+from kvbench.tasks.task import Example, Tokenizer, check_references, counts
 from kvbench.tasks.text_files import TABLES, Row, found, rows
 
 _TARGET = re.compile(r"The .+ is")
@@ -33,8 +33,8 @@ class SCBench(SharedContext):
     too long loses its middle.
 
     subset: the task. turns_asked: the number of turns used of every context. max_new_tokens: None uses the authors'
-    number. data_dir: a local file or folder of rows, which replaces the data set `hub` on the Hub. revision: a commit
-    of it, or a branch, which may change.
+    number. data_dir: a local file or folder of rows, which replaces the data set on the Hub. hub: that data set,
+    owner/name. revision: a commit of it, or a branch, which may change.
     Source: microsoft/MInference at fb56c91, scbench/eval_utils.py and scbench/run_scbench.py.
     """
 
@@ -103,11 +103,13 @@ class SCBench(SharedContext):
         template = "{input}" if in_context else self._prompts["question"]
         most = self._prompts["max_new_tokens"]
         answers = self._answers(kind, turn)
+        references = tuple(map(str, answers if isinstance(answers, list) else [answers]))
+        check_references(references, "answer")
         code = {name: row[name] for name in ("lang", "repo")} | {"func_name": turn["name"]} if kind == REPOQA else {}
         return Question(
             text=template.format(**given),
             answer=str(turn["answer"]),
-            references=tuple(map(str, answers if isinstance(answers, list) else [answers])),
+            references=references,
             most=self.max_new_tokens or (most[kind] if isinstance(most, dict) else most),
             begins=self._prompts.get("begins"),
             later=self._prompts["later"].format(**given) if "later" in self._prompts else None,

@@ -16,9 +16,11 @@ def parts() -> dict[str, type]:
     """Every part that a policy of conf/policy has and that is worth a section, by its path."""
     import policy_pages
 
+    from kvbench.config.documentation import DECISIONS, part_name
+
     found: dict[str, type] = {}
     for config in read_all("policy").values():
-        for decision in policy_pages.DECISIONS:
-            if (given := config.get(decision)) and policy_pages.part_name(config, decision) not in policy_pages.USUAL:
+        for decision in DECISIONS:
+            if (given := config.get(decision)) and part_name(config, decision) not in policy_pages.USUAL:
                 found[given["_target_"]] = part_class(given)
     return found

@@ -273,3 +273,9 @@ def test_what_has_no_question_apart_is_refused(
         PromptMaker(tokenizer, Given(), 300, compress="context").make(asked)
     assert said in str(caught.value)
     assert PromptMaker(tokenizer, Given(), 300, needs_question=True).make(asked).question is None
+
+
+def test_a_reference_that_every_output_contains_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    maker = PromptMaker(tokenizer, Given(), 100)
+    with pytest.raises(UsageError, match=r"example 0: reference: '' in \['red', ''\] is an empty text"):
+        maker.make(replace(example("Which?"), references=("red", "")))

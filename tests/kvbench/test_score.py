@@ -140,3 +140,46 @@ def test_a_wrong_file_is_refused_with_its_line_and_nothing_is_lost(
     head, _, tail = sentence.partition(".*")
     assert said.startswith(head)
     assert tail in said
+
+
+EMPTY: list[tuple[str, dict[str, Any], str]] = [
+    ("ruler", {**VT, "references": [["123", ""], ["C"]]}, "references: '' in ['123', ''] is an empty text"),
+    ("ruler", {**VT, "task": "qa_1", "references": [[" \n"], ["C"]]}, "references: ' \\n' is an empty text"),
+    ("longbench", {**QA, "answers": ["two", "\u200b"]}, "answers: '\\u200b' in"),
+    ("longbench", {"dataset": "qasper", "predictions": ["a"], "answers": [[""]]}, "answers: '' is an empty text"),
+    ("longbench_v2", {"prediction": "A", "references": [""]}, "references: '' is an empty text"),
+    ("math", {"task": "aime25", "prediction": "\\boxed{}", "references": [""]}, "references: '' is an empty text"),
+    ("loogle", {"task": "shortdep_qa", "prediction": "A", "references": [" "]}, "references: ' ' is an empty text"),
+    (
+        *("loogle", {"task": "shortdep_cloze", "prediction": "{}", "references": ['{"<mask-0>": ""}']}),
+        "references must be a JSON object of texts for a cloze, none of them empty",
+    ),
+    ("infinitebench", {"task": "kv_retrieval", "prediction": "a", "references": [""]}, "references must be a text,"),
+    ("infinitebench", {"task": "longdialogue_qa_eng", "prediction": "a", "references": "  "}, "no text may be empty"),
+    ("scbench", {"task": "scbench_kv", "prediction": "a", "references": ""}, "references must be a text,"),
+    (
+        *("scbench", {"task": "scbench_vt", "mode": "scdq", "rows": [{"prediction": "a", "ground_truth": ["a", ""]}]}),
+        "ground_truth must be a text,",
+    ),
+    (
+        *("needlebench", {"task": "single_retrieval", "predictions": ["a"], "references": ["The mill.*"]}),
+        "the keyword of 'The mill.*': '' is an empty text",
+    ),
+    (
+        *("needlebench", {"task": "multi_retrieval", "predictions": ["a"], "references": ["a*#10*20"]}),
+        "the keywords of 'a*#10*20': '' in ['a', ''] is an empty text",
+    ),
+]
+
+
+@pytest.mark.parametrize(("benchmark", "line", "message"), EMPTY)
+def test_empty_references_which_every_output_contains_are_refused(
+    tmp_path: Path, benchmark: str, line: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(tmp_path, benchmark, json.dumps(line), capsys)
+    assert said.startswith(", line 1: ")
+    assert message in said
+
+
+def test_empty_predictions_are_answers(tmp_path: Path) -> None:
+    assert scored(tmp_path, "ruler", [VT])[0]["score"] == 50

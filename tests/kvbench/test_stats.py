@@ -67,3 +67,25 @@ def test_nothing_is_claimed_of_fewer_than_five_examples(n: int) -> None:
         got = paired_difference(first * n, second * n)
         assert not got.claims
         assert got.high > got.mean, "one more example may bring the two together"
+
+
+def test_the_smallest_safe_size_is_the_last_one_before_the_first_size_that_may_lose_a_point() -> None:
+    def lost(low: float) -> Difference:
+        return Difference(0.0, low, 0.02, 1.0, 400, "tango")
+
+    assert stats.smallest_safe({1024: lost(-0.004), 512: lost(-0.009), 256: lost(-0.03), 128: lost(-0.002)}) == 512
+    assert stats.smallest_safe({1024: lost(-0.01), 512: lost(0.0)}) is None
+    assert stats.smallest_safe({1024: lost(-0.03), 512: lost(-0.04)}, margin=0.05) == 512
+    # with no answer lost, z^2 / (n + z^2) is below 0.01 from 381 examples on
+    for n, safe in ((380, None), (381, 64)):
+        assert stats.smallest_safe({64: paired_difference([1.0] * n, [1.0] * n)}) == safe
+
+
+def test_the_chance_of_a_wrong_safe_size_is_two_and_a_half_percent_over_all_sizes() -> None:
+    """500 draws: at the true margin of 0.1 every size loses exactly 0.1 with n = 200."""
+    rng, wrong = np.random.default_rng(0), 0
+    for _ in range(500):
+        full = np.ones(200)
+        found = {size: paired_difference(full, (rng.random(200) >= 0.1).astype(float)) for size in (1, 2, 3)}
+        wrong += stats.smallest_safe(found, margin=0.1) is not None
+    assert 0 < wrong <= 0.05 * 500

@@ -87,9 +87,10 @@ AS_TEXT: list[tuple[str, str, tuple[str, ...] | str]] = [
     ("answers", "plain", ("plain",)),
     ("answers", "['a' 'b']", "a list without commas"),
     ("answers", "['a'\n 'b']", "a list without commas"),
-    ("answers", "['']", "it must have no empty text"),
-    ("answers", '["a", " "]', "it must have no empty text"),
-    ("answers", " ", "it must have no empty text"),
+    ("answers", "['']", "'' is an empty text"),
+    ("answers", '["a", " "]', r"' ' in \['a', ' '\] is an empty text"),
+    ("answers", " ", "' ' is an empty text"),
+    ("answers", "\u200b", "is an empty text"),
 ]
 
 
@@ -106,10 +107,67 @@ def test_lists_written_as_text_are_lists_and_empty_answers_are_refused(
         "parquet": lambda: row.to_parquet(path),
     }[suffix]()
     if isinstance(expected, str):
-        with pytest.raises(ValueError, match=rf"(?s)rows.{suffix}, row 1: {column} is .*{expected}"):
+        with pytest.raises(ValueError, match=rf"(?s)rows.{suffix}, row 1: {column}.* .*{expected}"):
             asked(pieces, data_dir=str(path))
     else:
         assert asked(pieces, data_dir=str(path))[0].references == expected
+
+
+def test_whole_numbers_that_pandas_wrote_as_floats_are_whole_again(
+    pieces: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = {"context": "Read.", "question": "What?"}
+    rows = [
+        {**plain, "answer": 3965553, "max_new_tokens": 4},
+        {**plain, "answers": '["a", "b"]', "max_new_tokens": 5},
+        {**plain, "answer": -12, "max_new_tokens": 6},
+    ]
+    path = tmp_path / "rows.csv"
+    pd.DataFrame(rows).to_csv(path, index=False)
+    assert "3965553.0" in path.read_text()
+    found = asked(pieces, data_dir=str(path))
+    assert [example.references for example in found] == [("3965553",), ("a", "b"), ("-12",)]
+    assert [example.max_new_tokens for example in found] == [4, 5, 6]
+    assert not caplog.records
+
+    rows = [{**plain, "answer": value, "max_new_tokens": 4} for value in ("Rome", 3.0, 1.5, 2.0)]
+    pd.DataFrame(rows).to_csv(path, index=False)
+    assert [example.references for example in asked(pieces, data_dir=str(path))] == [
+        ("Rome",),
+        ("3.0",),
+        ("1.5",),
+        ("2.0",),
+    ]
+    (warning,) = caplog.messages
+    assert warning.startswith("rows.csv, row 2: the answer 3.0 looks like a whole number that was written as a float")
+
+
+def test_both_unicode_forms_of_a_letter_are_equal(pieces: Tokenizer, tmp_path: Path) -> None:
+    one, two = "caf\u00e9", "cafe\u0301"
+    for metric in ("contains", "contains_any", "exact_match", "needle_words", "qa_f1", "rouge_l", "rouge1_recall"):
+        task = ContextQuestion(data_dir="-", metrics=(metric,))
+        for output, reference in ((one, two), (two, one), (one, one), (two, two)):
+            assert task.score(output, Example(0, "", (reference,), 4)) == pytest.approx(1)
+        assert task.score("tea", Example(0, "", (two,), 4)) == 0
+    assert ContextQuestion(data_dir="-").score(two, Example(0, "", ("cafe",), 4)) == 0  # another word
+
+
+@pytest.mark.parametrize(
+    ("metric", "answer", "needs"),
+    [
+        ("first_number", "two", "a number without a sign, such as 42"),
+        ("first_number", "-3", "a number without a sign, such as 42"),
+        ("last_letter", "b", "a letter from A to J"),
+        ("correct_choice", "the mill", "a letter from A to D"),
+    ],
+)
+def test_answers_that_no_output_can_match_are_refused(
+    pieces: Tokenizer, tmp_path: Path, metric: str, answer: str, needs: str
+) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", {**ROW, "answer": answer})
+    with pytest.raises(ValueError, match=f"rows.jsonl, row 1: metric {metric} needs an answer that is {needs}, got "):
+        asked(pieces, data_dir=path, metrics=(metric, "contains_any"))
+    assert len(asked(pieces, data_dir=path, metrics=("contains_any", metric))) == 1
 
 
 # Worked by hand: an output, the references, and what each metric says.

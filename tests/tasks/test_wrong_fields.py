@@ -12,6 +12,7 @@ WRONG = [
     ("niah", "lengths=1024", "lengths=1024 is not allowed, it must be a list"),
     ("niah", "frame='{context}'", "frame="),
     ("niah", "queries=2", "queries=2 is more than the keys=1"),
+    ("niah_text", "answer=' '", "answer=' ' is not a part of needle="),
     ("niah", "truncation=right", "truncation must be refuse, middle or left, got 'right'"),
     ("niah", "stop=['']", "is not allowed"),
     ("arithmetic", "high=10", "high must be a whole number of at least 11, got 10"),
@@ -61,6 +62,29 @@ FILES: list[tuple[str, str, str | None, str]] = [  # content None: the file is m
     ("scbench/kv", "scbench_kv.jsonl", '{"context": "a"}', "microsoft/SCBench"),
     ("loogle/shortdep_qa", "shortdep_qa.json", None, "has no shortdep_qa.jsonl"),
     (*("loogle/shortdep_qa", "shortdep_qa.json", '[{"input": "a", "qa_pairs": "{"}]'), "bigai-nlco/LooGLE"),
+    (
+        *("longbench/qasper", "qasper.jsonl", '{"context": "a", "input": "", "answers": ["b", ""], "length": 1}'),
+        "qasper.jsonl, row 1: answers: '' in ['b', ''] is an empty text, which every output would contain",
+    ),
+    ("math500", "test.jsonl", '{"problem": "a", "answer": ""}', "test.jsonl, row 1: answer: '' is an empty text"),
+    (
+        *("loogle/shortdep_qa", "shortdep_qa.json", '[{"input": "a", "qa_pairs": [{"Q": "b", "A": " "}]}]'),
+        "shortdep_qa.json, row 1: unexpected format, expected the format of bigai-nlco/LooGLE (references: ' ' is an",
+    ),
+    (
+        *("infinitebench/kv_retrieval", "kv_retrieval.jsonl", '{"context": "a", "input": "b", "answer": ""}'),
+        "kv_retrieval.jsonl, row 1: unexpected format",
+    ),
+    (
+        *("scbench/kv", "scbench_kv.jsonl", '{"context": "a", "multi_turns": [{"input": "b", "answer": ""}]}'),
+        "(ValueError: answer: '' is an empty text, which every output would contain)",
+    ),
+    (
+        "longproc/tom_tracking",
+        "tom_tracking_0.5k.json",
+        '[{"story": "a", "question": "b", "solution": ""}]',
+        "tom_tracking_0.5k.json, row 1 is not a row of tom_tracking: its reference: '' is an empty text",
+    ),
     ("context_question", "rows.jsonl", ASKED + ASKED.replace('["a"]', "null"), "row 2: neither answers nor answer"),
     ("context_question", "rows.jsonl", ASKED.replace(": 1}", ": 0}"), "max_new_tokens is 0, it must be an integer"),
     ("context_question", "rows.jsonl", ASKED.replace(": 1}", ": null}"), "no max_new_tokens, set task.max_new_tokens"),

@@ -38,7 +38,7 @@ def against_position(rows: Sequence[Result], looks: Mapping[str, Look], paper: P
         sheet = Sheet(len(panels), 3, *(score.ALONE if len(panels) == 1 else score.AMONG), paper)
         for index, (panel, axes) in enumerate(zip(panels, sheet.axes, strict=True)):
             _panel(axes, panel.rows, looks)
-            sheet.set_title(axes, f"{panel.task}, {panel.model}")
+            sheet.set_title(axes, f"{paper.task(panel.task)}, {panel.model}")
             if sheet.is_bottom(index):
                 axes.set_xlabel("token of the answer")
             if sheet.is_left(index):
@@ -51,12 +51,10 @@ def against_position(rows: Sequence[Result], looks: Mapping[str, Look], paper: P
 
 
 def _panel(axes: Axes, rows: Sequence[Result], looks: Mapping[str, Look]) -> None:
-    last = 1.0
-    for row in rows:
-        curve = [(place, kl) for place, kl, _ in by_position(row.samples) if kl > 0]
+    curves = {row.line: [(at, kl) for at, kl, _ in by_position(row.samples) if kl > 0] for row in rows}
+    for line, curve in curves.items():
         if curve:
-            places, kl = zip(*curve, strict=True)
-            axes.plot(places, kl, label=row.line, **looks[row.line].plot)
-            last = max(last, *places)
-    axes.set_yscale("log")
-    by_factors(axes, (1.0, last))
+            axes.plot(*zip(*curve, strict=True), label=line, **looks[line].plot)
+    points = [point for curve in curves.values() for point in curve]
+    for which, values in zip("xy", zip(*points, strict=True), strict=False):
+        by_factors(axes, (min(values), max(values)), which)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from kvbench.report.figures.panels import Panel, notes, panels_of
 from kvbench.report.figures.sheet import Paper, Sheet
-from kvbench.report.figures.style import HEAT, INK, Look
+from kvbench.report.figures.style import HEAT, INK, PAPER, Look, shown
 from kvbench.results.result import Result
 from kvbench.results.samples import Sample
 from kvbench.tasks.scores import summary_module
@@ -81,16 +81,19 @@ def _figure(panel: Panel, maps: Mapping[Result, Cells], paper: Paper) -> Figure:
     place = {"fraction": min(0.15, 0.5 / wide), "shrink": tall / high, "aspect": tall / 0.13, "anchor": (0.0, 1.0)}
     bar = sheet.figure.colorbar(sheet.axes[0].images[0], ax=sheet.axes, label="score", **place)
     bar.ax.grid(visible=False)
-    below = [*notes(order), f"Task: {panel.task}. After each name: the budget and the mean over all examples."]
+    below = [
+        *notes(order),
+        f"Task: {paper.task(panel.task)}. After each name: the budget and the mean over all examples.",
+    ]
     return sheet.finish(title, below)
 
 
 def _map(axes: Axes, cells: Cells, across: Sequence[float], down: Sequence[float]) -> None:
-    """A map of cells by (across, down), with numbers if there are few columns; white cells have no example."""
+    """A map of cells by (across, down), with numbers if there are few columns; a cell without colour has no example."""
     values = np.full((len(down), len(across)), np.nan)
     for (x, y), score in cells.items():
         values[down.index(y), across.index(x)] = score
-    colours = colormaps[HEAT].with_extremes(bad="white")
+    colours = colormaps[HEAT].with_extremes(bad=shown(PAPER))
     axes.imshow(np.ma.masked_invalid(values), cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     axes.grid(visible=False)
     axes.tick_params(length=0)

@@ -29,7 +29,8 @@ def layer_budgets(rows: Sequence[Result], looks: Mapping[str, Look], paper: Pape
     for panel in panels_of(row for row in rows if row.evicts and row.budget is not None):
         for row in sorted(panel.rows, key=lambda row: row.budget or 0):
             if layers := held(row.samples):
-                panels.setdefault(f"{panel.task}, {panel.model}, budget {row.budget:g}", {})[row] = layers
+                title = f"{paper.task(panel.task)}, {panel.model}, budget {row.budget:g}"
+                panels.setdefault(title, {})[row] = layers
     unequal = {k: v for k, v in panels.items() if any(max(one) > 1.01 * min(one) for one in v.values())}
     if not unequal:
         return []
@@ -39,7 +40,7 @@ def layer_budgets(rows: Sequence[Result], looks: Mapping[str, Look], paper: Pape
         for row, layers in own.items():
             equal.setdefault(tuple(layers), []).append(row.line)
         for tokens, lines in equal.items():
-            label = ", ".join(map(sheet.paper.name, lines)) if len(lines) > 1 else lines[0]
+            label = ", ".join(map(paper.name, lines)) if len(lines) > 1 else lines[0]
             axes.plot(tokens, label=label, **looks[lines[0]].plot)
         by_layer(axes)
         axes.set_ylim(bottom=0)

@@ -33,7 +33,7 @@ def curves(rows: Sequence[Result], _: Mapping[str, Look], paper: Paper) -> list[
     sheet = Sheet(len(panels), 2, *((6.0, 4.5) if len(panels) == 1 else (4.2, 3.5)), paper)
     for (about, members), axes in zip(panels.items(), sheet.axes, strict=True):
         _panel(axes, members, of_runs)
-        sheet.set_title(axes, ", ".join(about))
+        sheet.set_title(axes, ", ".join((paper.task(about[0]), about[1])))
         axes.set(xlabel="context length (tokens)", ylabel="NLL so far (nats per token)")
     below = notes(read, "Mean over all tokens so far, lower is better.")
     blocks = sorted({run.block for run in read if run.block is not None})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from kvbench.errors import UsageError
 from kvbench.report.figures import divergence, evidence, heatmap, layers, nll, score
 from kvbench.report.figures.panels import looks
-from kvbench.report.figures.sheet import Paper
+from kvbench.report.figures.sheet import Paper, shared_end, shared_fields
 from kvbench.report.figures.style import Look, house_style, save
 from kvbench.results.result import Result
 from kvbench.terminal.outputs import writing
@@ -39,6 +40,8 @@ def figures(kind: str, rows: Sequence[Result], paper: Paper) -> Figures:
     """The figures of one kind, or of all kinds with data; at least one, or UsageError. Call it inside `house_style`."""
     found: Figures = []
     palette = looks(rows)
+    common = shared_end(row.line for row in rows)
+    paper = replace(paper, common=common, fields=shared_fields(row.task_label for row in rows))
     for name in _DRAW if kind == ALL else (kind,):
         make, needs = _DRAW[name]
         drawn = make(rows, palette, paper)

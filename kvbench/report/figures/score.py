@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import log
 from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.transforms import ScaledTranslation
 
 from kvbench.report.figures.panels import Panel, notes, panels_of
 from kvbench.report.figures.sheet import Paper, Sheet
-from kvbench.report.figures.style import FAINT, Look, by_factors, byte_unit, side_by_side
+from kvbench.report.figures.style import FAINT, Look, by_factors, byte_unit, shown, side_by_side, with_intervals
 from kvbench.results.result import Result
 
 Measure = Literal["score", "KL"]
@@ -20,6 +21,8 @@ TITLES = {"score": "Score", "KL": "Divergence from full"}
 LABELS = {"score": "score", "KL": "KL from full, nats per token"}
 NAMES = {"score": "", "KL": "kl-"}
 ALONE, AMONG = (6.0, 4.5), (3.1, 2.6)  # inches: a single panel, and one of several
+NEAR = 5.0  # points: markers that are nearer hide each other
+EDGE = 12.0  # points between the outermost markers and the edge of a panel
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Axis:
 
     def has(self, row: Result) -> bool:
         """Whether a result is a point on the axis; the full cache is a level instead."""
-        return row.value is not None and not row.is_full and bool(row.budget if self.budgets else row.cache_bytes)
+        drawn = row.value is not None and (row.measure == "score" or row.value > 0)  # the axis of KL is logarithmic
+        return drawn and not row.is_full and bool(row.budget if self.budgets else row.cache_bytes)
 
     def is_level(self, row: Result) -> bool:
         """Whether a result is a horizontal line: the full cache, and on a budget axis a policy without budget."""
@@ -73,7 +77,9 @@ def against_bytes(
     for row in rows:
         if row.is_full and row.value is not None:
             unit, size = byte_unit(row.cache_bytes or 0)
-            full.append(f"{row.line} on {row.task_label}: {(row.cache_bytes or 0) / size:.4g} {unit}")
+            full.append(
+                f"{paper.name(row.line)} on {paper.task(row.task_label)}: {(row.cache_bytes or 0) / size:.4g} {unit}"
+            )
     below = [f"Not on the axis: {'; '.join(full)}."] if full else []
     below.append("Cache held: keys, values, positions and statistics, without unused capacity.")
     figure = _figure(f"{TITLES[measure]} against the bytes held", rows, looks, _byte_axis, paper, below)
@@ -96,24 +102,28 @@ def _figure(
     axes_of = [(panel, axis_of(panel.rows)) for panel in panels_of(rows)]
     panels = [(panel, axis) for panel, axis in axes_of if any(map(axis.has, panel.rows))]
     sheet = Sheet(len(panels), 3, *(ALONE if len(panels) == 1 else AMONG), paper)
+    beside = False
     several_models = len({panel.model for panel, _ in panels}) > 1
     for index, ((panel, axis), axes) in enumerate(zip(panels, sheet.axes, strict=True)):
-        _draw(axes, panel, axis, looks, paper)
-        sheet.set_title(axes, f"{panel.task}, {panel.model}" if several_models else panel.task)
+        beside = _draw(axes, panel, axis, looks, paper) or beside
+        task = paper.task(panel.task)
+        sheet.set_title(axes, f"{task}, {panel.model}" if several_models else task)
         if sheet.is_bottom(index):
             axes.set_xlabel(axis.label)
         if sheet.is_left(index):
             label = LABELS[rows[0].measure]
             axes.set_ylabel(f"{label} (mean over examples)" if len(panels) == 1 else label)
-    shown = [row for panel, _ in panels for row in panel.rows]
-    if {row.compress for row in shown if row.evicts} == {"context"}:
+    found = [row for panel, _ in panels for row in panel.rows]
+    if {row.compress for row in found if row.evicts} == {"context"}:
         title += ", compressed before the question"
-    found = notes(shown, "Bars, and the grey band of the full cache: 95% intervals.")
-    return sheet.finish(title, [*found, *below])
+    levels = [row for panel, axis in panels for row in filter(axis.is_level, panel.rows)]
+    band = ", and the grey band of the full cache" * any(row.is_full and row.ends for row in levels)
+    words = f"Bars{band}: 95% intervals.{' Markers beside each other have (almost) the same x.' * beside}"
+    return sheet.finish(title, [*notes(found, words), *below])
 
 
-def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], paper: Paper) -> None:
-    """Draws one line with 95% intervals for every policy, and the levels."""
+def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], paper: Paper) -> bool:
+    """Draws one line with 95% intervals for every policy, and the levels; returns whether markers are shifted."""
     lines: dict[str, list[Result]] = {}
     for row in panel.rows:
         if axis.has(row):
@@ -122,22 +132,53 @@ def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], paper
         look = looks[row.line]
         axes.axhline(row.value or 0, color=look.colour, linestyle=look.line, linewidth=1.2, label=row.line, zorder=3)
         if row.is_full and row.ends is not None:
-            axes.axhspan(*row.ends, color=FAINT, alpha=0.13, linewidth=0, zorder=0.5)
-    room = 72 * axes.get_window_extent().width / axes.figure.dpi / max(len(axis.budgets), 1)
-    shifts = side_by_side(len(lines), room) if axis.budgets else [0.0] * len(lines)
+            axes.axhspan(*row.ends, color=shown(FAINT), alpha=0.13, linewidth=0, zorder=0.5)
+    sizes = [axis.at(row) for members in lines.values() for row in members]
+    least, most = min(sizes), max(sizes)
+    least, most = (least / 1.4, 1.4 * most) if most < 1.1 * least else (least, most)
+    by_factors(axes, (least, most))
+    axes.set_xlim(least, most)
+    if axis.budgets:
+        axes.set_xticks(list(axis.budgets), list(axis.budgets.values()), rotation=45 if len(axis.budgets) > 6 else 0)
+    shifts = side_by_side(len(lines), _room(axes, [[axis.at(row) for row in line] for line in lines.values()]))
+    edge = 1 / (1 - 2 * min((max(shifts) + EDGE) / _points_wide(axes), 0.4))
+    pad = (most / least) ** ((edge - 1) / 2)  # room for the outermost markers
+    axes.set_xlim(least / pad, most * pad)
     for (name, members), shift in zip(lines.items(), shifts, strict=True):
         line = sorted(members, key=axis.at)
         x, y = [axis.at(row) for row in line], [row.value or 0.0 for row in line]
         low, high = zip(*(row.ends or (score, score) for row, score in zip(line, y, strict=True)), strict=True)
-        place = ScaledTranslation(shift / 72, 0, axes.figure.dpi_scale_trans)
-        axes.vlines(x, low, high, looks[name].colour, lw=0.9, alpha=0.5, transform=axes.transData + place)
-        axes.plot(x, y, label=name, zorder=3, transform=axes.transData + place, **looks[name].plot)
-    sizes = [axis.at(row) for members in lines.values() for row in members]
-    by_factors(axes, (min(sizes), max(sizes)))
-    pad = (max(sizes) / min(sizes)) ** (0.12 if axis.budgets else 0.06) if max(sizes) > min(sizes) else 1.5
-    axes.set_xlim(min(sizes) / pad, max(sizes) * pad)
-    if axis.budgets:
-        axes.set_xticks(list(axis.budgets), list(axis.budgets.values()), rotation=45 if len(axis.budgets) > 6 else 0)
+        with_intervals(axes, x, y, (low, high), {"label": name, **looks[name].plot}, shift)
+    _set_values(axes, panel, paper)
+    return any(shifts)
+
+
+def _room(axes: Axes, lines: Sequence[Sequence[float]]) -> float:
+    """Points between neighbouring places with several markers; 0 if no lines have markers at the same place."""
+    (low, high), wide = axes.get_xlim(), _points_wide(axes)
+    points = [[wide * log(x / low) / log(high / low) for x in line] for line in lines]
+    places = sorted((at, number) for number, line in enumerate(points) for at in line)
+    groups = [[places[0]]]
+    for place in places[1:]:
+        if place[0] - groups[-1][-1][0] < NEAR:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    if all(len({number for _, number in group}) == 1 for group in groups):
+        return 0.0
+    gaps = [after[0][0] - before[-1][0] for before, after in pairwise(groups)]
+    return min([*gaps, wide])
+
+
+def _points_wide(axes: Axes) -> float:
+    """The width of a panel in points."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return float(72 * axes.get_window_extent().width / figure.dpi)
+
+
+def _set_values(axes: Axes, panel: Panel, paper: Paper) -> None:
+    """The limits and ticks of the y axis."""
     if panel.rows[0].measure == "KL":
         _logarithmic(axes, [v for row in panel.rows for v in (row.value, *(row.ends or ())) if v is not None and v > 0])
         return
@@ -151,5 +192,5 @@ def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], paper
 def _logarithmic(axes: Axes, values: Sequence[float]) -> None:
     """Make the y axis logarithmic, with room for all values; it stays linear if none is above 0."""
     if values:
-        axes.set_yscale("log")
+        by_factors(axes, (min(values), max(values)), "y")
         axes.set_ylim(min(values) / 1.5, 1.5 * max(values))

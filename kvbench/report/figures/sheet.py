@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvbench.errors import UsageError
-from kvbench.report.figures.style import FAINT
+from kvbench.report.figures.style import FAINT, shown
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class Paper:
 
     width: of the whole figure in inches (None: automatic). caption: draw title and notes, otherwise log them. font,
     font_size: see `style.house_style`. names: new names for the legend, by label. free_y: fit the y axis to the scores
-    instead of 0 to 1.
+    instead of 0 to 1. common, fields: the words that end all labels of policies, and of tasks; a note has them.
     """
 
     width: float | None = None
@@ -37,11 +38,40 @@ class Paper:
     font_size: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     free_y: bool = False
+    common: str = ""
+    fields: str = ""
 
     def name(self, label: str) -> str:
         """The renamed label: `names` may have the whole label, or the policy before the first space."""
-        policy, space, rest = label.partition(" ")
+        policy, space, rest = label.removesuffix(self.common).partition(" ")
         return self.names.get(label) or self.names.get(policy, policy) + space + rest
+
+    def task(self, label: str) -> str:
+        """The label of a task without the fields that all tasks share."""
+        return label.removesuffix(self.fields)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the labels leave out."""
+        policies = [f"All policies: {self.common.strip()}."] if self.common else []
+        return [*policies, *([f"All tasks: {self.fields.strip('()')}."] if self.fields else [])]
+
+
+def shared_end(labels: Iterable[str]) -> str:
+    """The words that all labels end with, besides their first word; "" if there are no two labels."""
+    split = [re.findall(r" ?(?:\([^)]*\)|\[[^\]]*\]|[^\s(\[])+| ?\([^)]*\)| ?\[[^\]]*\]", one) for one in {*labels}]
+    shared = ""
+    for words in zip(*(reversed(one[1:]) for one in split), strict=False) if len(split) > 1 else ():
+        if len({*words}) > 1:
+            break
+        shared = words[0] + shared
+    return shared
+
+
+def shared_fields(labels: Iterable[str]) -> str:
+    """The fields of tasks, `(length=2048)`, if all tasks have the same; else ""."""
+    found = {label.partition("(")[1] + label.partition("(")[2] for label in labels}
+    return found.pop() if len(found) == 1 else ""
 
 
 class Sheet:
@@ -79,13 +109,16 @@ class Sheet:
 
     def finish(self, title: str, notes: Sequence[str]) -> Figure:
         """Add title, legend and notes, increase the height of the figure for them, and return it."""
+        notes = [*notes, *self.paper.notes]
         if not self.paper.caption:
             log.info("caption: %s. %s", title, " ".join(notes))
             title, notes = "", ()
         wide, high = self.figure.get_size_inches()
         text = "\n".join(textwrap.fill(note, _letters(wide - EDGE, 0.83), break_on_hyphens=False) for note in notes)
         head = textwrap.fill(title, _letters(wide - EDGE, 1.15))
-        foot = self.figure.text(EDGE / wide, 0, text, size=0.83 * rcParams["font.size"], color=FAINT, linespacing=1.35)
+        foot = self.figure.text(
+            EDGE / wide, 0, text, size=0.83 * rcParams["font.size"], color=shown(FAINT), linespacing=1.35
+        )
         key = self._legend(wide)
         above = 0.023 * rcParams["font.size"] * (head.count("\n") + 1) * bool(head) + EDGE
         foot_high, key_high = (0.0 if not x else _inches_high(x) + EDGE for x in (text and foot, key))
@@ -104,10 +137,11 @@ class Sheet:
         found: dict[str, Any] = {}
         for axes in self.axes:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                found.setdefault(self.paper.name(label), handle)
+                named = textwrap.fill(self.paper.name(label), max(24, _letters(wide - 1.2, 0.83)))
+                found.setdefault(named, handle)
         if not found:
             return None
-        each = 0.6 + 0.006 * rcParams["font.size"] * max(map(len, found))
+        each = 0.6 + 0.006 * rcParams["font.size"] * max(len(line) for name in found for line in name.split("\n"))
         columns = max(1, min(len(found), int((wide - 2 * EDGE) / each)))
         look: dict[str, Any] = {"loc": "lower center", "handlelength": 3, "borderaxespad": 0, "columnspacing": 1.6}
         return self.figure.legend(list(found.values()), list(found), ncols=columns, **look)

@@ -1,15 +1,16 @@
 """The style of all figures: the style file, and a colour, marker and line style for each policy.
 
-Policies with the same scorer (`snapkv`, `caote_snapkv`, `pyramidkv`) share a hue. Markers and line styles differ too,
-so that figures can be read in grey. The hues are distinct for red-green blind readers.
+No two of 24 policies have the same colour, and none of 30 the same marker, so that figures can be read in grey.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from io import BytesIO
+from math import log10
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -18,48 +19,84 @@ import matplotlib as mpl
 import matplotlib.style  # not imported by `import matplotlib`
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.transforms import ScaledTranslation, Transform
 
 from kvbench.config.presets import policy_config
 from kvbench.results.files import atomic_write
 
-HUES = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#7A0019", "#3B2E8C")
-"""Six hues of Okabe and Ito (2008), and two dark ones for more families."""
+HUES = (
+    *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#99005C", "#7A00FF", "#0000C2", "#3D4700"),
+    *("#8F7AFF", "#5C0085", "#855C3D", "#CC14A3", "#005270", "#FF3D70", "#4747CC", "#705C85", "#FF7AD6", "#7AB899"),
+    *("#661F3D", "#D60047", "#EB33EB", "#8F0099"),
+)
+"""Six hues of Okabe and Ito (2008). Each other one is the colour with the largest smallest distance (OKLab) to those
+before it, for normal vision and for simulated protanopia and deuteranopia (Machado et al. 2009), of all colours with a
+contrast of 2.3 to 12 to white."""
+ON_DARK = (
+    *("#4FA3DC", "#F07C2C", "#22BE91", "#F0B93C", "#A5D8F6", "#E39CC3", "#A300CC", "#666600", "#E00066", "#8F6699"),
+    *("#7A66FF", "#A3FF00", "#FF66FF", "#00F5A3", "#AD7014", "#3D7070", "#E066B8", "#708F8F", "#FF5266", "#A3CC7A"),
+    *("#D61FE0", "#A35247", "#3DAD00", "#CC0A14"),
+)
+"""The same hues, and colours chosen in the same way, for dark paper: contrast of 3 to 15 to it."""
 FIRST = 6
 MARKERS = "os^DvPX<>phd*H8"
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 INK, FAINT = "#222222", "#6b6b6b"
+PAPER, DARK_PAPER = "#ffffff", "#16181c"
 HEAT = "cividis"
 BASELINE = "full"
+_SHOWN = {**dict(zip(HUES, ON_DARK, strict=True)), "#000000": "#ffffff", INK: "#e2e4e7", FAINT: "#a3a9b1"}
+_SHOWN |= {PAPER: DARK_PAPER}
+_DARK: ContextVar[bool] = ContextVar("dark", default=False)
 
 
 @contextmanager
-def house_style(font: str | None = None, font_size: float | None = None) -> Iterator[None]:
+def house_style(font: str | None = None, font_size: float | None = None, dark: bool = False) -> Iterator[None]:
     """A context for drawing and writing figures: matplotlib uses its settings for both.
 
     font: a family such as "serif" or "Times New Roman". font_size: points of the text; other sizes are relative to it.
+    dark: light lines and words on dark paper.
     """
     more: dict[Any, Any] = {"font.family": font} if font else {}
     more |= {"font.size": font_size} if font_size else {}
-    with mpl.style.context(["default", Path(__file__).with_name("kvbench.mplstyle")]), mpl.rc_context(more):
-        yield
+    token = _DARK.set(dark)
+    if dark:
+        words = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), shown(INK))
+        edges = dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), shown(FAINT))
+        paper = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), DARK_PAPER)
+        more |= {**words, **edges, **paper, "grid.color": "#3a3f46"}
+    try:
+        with mpl.style.context(["default", Path(__file__).with_name("kvbench.mplstyle")]), mpl.rc_context(more):
+            yield
+    finally:
+        _DARK.reset(token)
+
+
+def shown(colour: str) -> str:
+    """A colour of this module; inside `house_style(dark=True)` the one that replaces it on dark paper."""
+    return _SHOWN[colour] if _DARK.get() else colour
 
 
 @dataclass(frozen=True)
 class Look:
-    """Colour, marker and line style of a policy."""
+    """Colour (of this module), marker and line style of a policy."""
 
-    colour: str
+    hue: str
     marker: str
     line: Any  # a matplotlib line style
     hollow: bool = False
 
     @property
+    def colour(self) -> str:
+        """The colour on the paper of the figure that is drawn."""
+        return shown(self.hue)
+
+    @property
     def plot(self) -> dict[str, Any]:
         """Arguments of `Axes.plot`."""
-        face = "white" if self.hollow else self.colour
+        face = shown(PAPER) if self.hollow else self.colour
         style = {"marker": self.marker, "markerfacecolor": face, "markeredgecolor": self.colour}
         return {"color": self.colour, "linestyle": self.line, **style}
 
@@ -70,33 +107,22 @@ FULL = Look("#000000", "", (0, (6, 2)))
 def palette(families: Mapping[str, str]) -> dict[str, Look]:
     """The look of every policy. families: the family of each policy.
 
-    The hue of a family is chosen by its name; if it is taken, by the next free hue. Within a family the plain method
-    has the pure hue, and the others have darker and lighter shades.
+    Colours and markers are chosen by the order of the families and, among the first six colours, by the policy's name,
+    so that it mostly has the same colour in other figures. The plain method of a family has a solid line.
     """
-    hues: dict[str, str] = {}
-    for index, family in enumerate(sorted(set(families.values()) - {BASELINE})):
-        first = crc32(family.encode()) % FIRST
-        order = [*HUES[first:FIRST], *HUES[:first], *HUES[FIRST:]]
-        taken = list(hues.values())[index // len(HUES) * len(HUES) :]
-        hues[family] = next(hue for hue in order if hue not in taken)
     ordered = sorted((f, not p.startswith(f), len(p), p) for p, f in families.items() if f != BASELINE)
     looks = {policy: FULL for policy, family in families.items() if family == BASELINE}
+    taken: list[str] = []
     members: dict[str, int] = {}
     for index, (family, _, _, policy) in enumerate(ordered):
-        place = members[hues[family]] = members.get(hues[family], -1) + 1
+        first = crc32(policy.encode()) % FIRST
+        order = [*HUES[first:FIRST], *HUES[:first], *HUES[FIRST:]]
+        taken = [] if len(taken) == len(HUES) else taken
+        taken.append(next(hue for hue in order if hue not in taken))
+        place = members[family] = members.get(family, -1) + 1
         marker, line = MARKERS[index % len(MARKERS)], LINES[place % len(LINES)]
-        looks[policy] = Look(_shade(hues[family], place), marker, line, hollow=index // len(MARKERS) % 2 == 1)
+        looks[policy] = Look(taken[-1], marker, line, hollow=index // len(MARKERS) % 2 == 1)
     return looks
-
-
-def _shade(hue: str, place: int) -> str:
-    """The hue itself for place 0, then darker and lighter shades; a dark hue becomes only lighter."""
-    if place == 0:
-        return hue
-    share, own = min(0.22 + 0.12 * place, 0.6), np.array(to_rgb(hue))
-    bright = float(own @ (0.2126, 0.7152, 0.0722))
-    white = 1.0 if bright < 0.25 or (place == 2 and bright < 0.5) else 0.0
-    return to_hex(tuple((1 - share) * own + share * white))
 
 
 def family(policy: Mapping[str, Any]) -> str:
@@ -129,14 +155,27 @@ def by_layer(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def by_factors(axes: Axes, ends: Sequence[float]) -> None:
-    """Make the x axis logarithmic, with plain numbers. ends: the smallest and largest value."""
-    low, high = ends
-    axes.set_xscale("log")
-    steps = (1, 2, 5) if high < 200 * low else (1,)
-    axes.xaxis.set_major_locator(MaxNLocator(4) if high < 4 * low else LogLocator(10, subs=steps))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+_STEPS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9))
+
+
+def by_factors(axes: Axes, ends: Sequence[float], which: str = "x") -> None:
+    """Make the x (or y) axis logarithmic, with plain numbers near the data. ends: the smallest and largest value."""
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    getattr(axes, f"set_{which}scale")("log")
+    axis.set_major_locator(FixedLocator(log_ticks(*ends)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """At least four round numbers from `low` to `high`; evenly spaced ones in a narrow range."""
+    powers = range(int(np.floor(log10(low))) - 1, int(np.ceil(log10(high))) + 2)
+    for steps in _STEPS:
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        ticks = [float(f"{tick:.6g}") for tick in ticks if low / 1.05 <= tick <= 1.05 * high]
+        if len(ticks) >= 4:
+            return ticks[:: -(-len(ticks) // 8)]
+    return [float(f"{tick:.6g}") for tick in MaxNLocator(5).tick_values(low, high) if tick > 0]
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
@@ -153,6 +192,30 @@ def side_by_side(lines: int, room: float) -> list[float]:
     """
     step = min(4.0, room / 4 / max(lines - 1, 1))
     return [step * (place - (lines - 1) / 2) for place in range(lines)]
+
+
+def shifted(axes: Axes, points: float, which: str = "x") -> Transform:
+    """The transform of data that is drawn `points` to the right (or, for y, upwards) of its place."""
+    right, up = (points / 72, 0.0) if which == "x" else (0.0, points / 72)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return axes.transData + ScaledTranslation(right, up, figure.dpi_scale_trans)
+
+
+def with_intervals(
+    axes: Axes,
+    x: Sequence[float],
+    y: Sequence[float],
+    ends: tuple[Sequence[float], Sequence[float]],
+    look: Mapping[str, Any],
+    shift: float = 0.0,
+) -> None:
+    """A line or points with vertical intervals. ends: lower and upper ends; NaN: no interval. look: arguments of
+    `Axes.plot`, such as `Look.plot` and a label. shift: points to the right (`side_by_side`).
+    """
+    place = shifted(axes, shift)
+    axes.vlines(x, *ends, colors=look["color"], linewidth=0.9, alpha=0.5, transform=place)
+    axes.plot(x, y, transform=place, **{"zorder": 3, **look})
 
 
 def byte_unit(largest: float) -> tuple[str, int]:

@@ -1,5 +1,6 @@
 """Expected attention: tokens that queries of the same distribution, further on, would attend to."""
 
+import pytest
 import torch
 from kv_crafted import Crafted, drawn
 from kv_models import rotated
@@ -31,3 +32,36 @@ def test_kvpress_keeps_the_same() -> None:
     ]
     for ours, theirs in cases:
         assert_same("expected_attention", kvpress.ExpectedAttentionPress(**theirs), 35, 90, **ours)
+
+
+CASES = [
+    ("expected_attention", "prompt"),
+    ("expected_attention", "blocks"),
+    ("capkv", "blocks"),
+    ("caote_expected_attention", "blocks"),
+    ("global_expected_attention", "prompt"),
+]
+
+
+@pytest.mark.parametrize(("name", "schedule"), CASES)
+def test_moments_are_freed_after_the_prompt_if_decoding_evicts_nothing(name: str, schedule: str) -> None:
+    q, k, v = (x.float() for x in drawn(70, 1, 1))
+    layers, kept = {}, {}
+    other = "global_knorm" if name.startswith("global") else "knorm"
+    for policy, decode in ((name, "grow"), (name, "evict"), (other, "grow")):
+        layer = Crafted(make_policy(policy, 20, schedule=schedule, decode=decode), prompt_length=60)
+        layer.call(q[:, :, :60], k[:, :, :60], v[:, :, :60])
+        layers[policy, decode], kept[policy, decode] = layer, layer.kept()
+    assert kept[name, "grow"] == kept[name, "evict"]
+    assert layers[name, "grow"].cache.nbytes == layers[other, "grow"].cache.nbytes < layers[name, "evict"].cache.nbytes
+
+
+def test_another_prompt_is_scored_by_its_own_moments() -> None:
+    q, k, v = (x.float() for x in drawn(100, 1, 1))
+    layer = Crafted(make_policy("expected_attention", 20, decode="grow"), prompt_length=60)
+    layer.call(q[:, :, :60], k[:, :, :60], v[:, :, :60])
+    first = layer.kept()
+    layer.cache.next_prompt(40)
+    layer.call(q[:, :, 60:], k[:, :, 60:], v[:, :, 60:])
+    assert len(layer.kept()[0]) == 20 != len({*first[0]} & {*layer.kept()[0]})
+    assert layer.cache.sequence.layers[0].memory == {}

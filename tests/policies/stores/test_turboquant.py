@@ -78,6 +78,73 @@ def test_a_token_takes_the_bytes_of_the_formula(bits: int, sketch: bool, dim: in
     assert held.nbytes == 50 * 3 * (2 * (vector + 2) + 2 * sketch) == grown.nbytes - grown.sizes().spare
 
 
+@pytest.mark.parametrize(("bits", "share", "dim"), [(2, 0.5, 64), (2, 0.25, 128), (3, 0.5, 64), (3, 0.3, 80)])
+def test_outliers_take_one_bit_more_a_norm_and_the_order_of_the_channels(bits: int, share: float, dim: int) -> None:
+    store, x = TurboQuant(bits=bits, outliers=share), stream(50, heads=3, dim=dim, dtype=torch.float16)
+    held, grown = feed(store, *x), feed(store, *x, [30] + [1] * 20)
+    outliers = int(share * dim)
+    vector = outliers * (bits + 1) // 8 + (dim - outliers) * bits // 8
+    assert held.sizes().kinds == {
+        "codes": 2 * 50 * 3 * vector,
+        "norms": 2 * 50 * 3 * 4,
+        "channels": 2 * 3 * dim * 2,
+        "scales and minima": 0,
+        "full precision": 0,
+        "positions": 0,
+    }
+    assert held.nbytes == sum(held.sizes().kinds.values()) == grown.nbytes - grown.sizes().spare
+    assert not store.replayable
+    assert held.step_format is None
+
+
+def test_the_largest_channels_of_each_head_are_coded_apart_from_the_others() -> None:
+    """Head 0 has large channels 1 and 6, head 1 has 0 and 3: each set is what an instance of its own would hold."""
+    large = ([1, 6], [0, 3])
+    keys, values = stream(30, dim=8)
+    for head, channels in enumerate(large):
+        keys[:, head, :, channels] *= 50
+    held = feed(TurboQuant(bits=3, outliers=0.25), keys, values)
+    for head, channels in enumerate(large):
+        rest = [channel for channel in range(8) if channel not in channels]
+        for own, codec in ((channels, TurboQuant(bits=4, seed=1)), (rest, TurboQuant(bits=3))):
+            x = keys[:, head : head + 1, :, own]
+            expected = feed(codec, x, x).keys
+            torch.testing.assert_close(held.keys[:, head : head + 1, :, own], expected)
+
+
+def test_outlier_channels_are_those_of_the_prompt_s_kept_tokens() -> None:
+    """An evicted token and the decoded ones have their energy in other channels, which do not count."""
+    keys, values = stream(12, dim=8)
+    keys[:, :, :, 2] *= 20
+    keys[:, :, 4, 5] = 1000.0
+    keys[:, :, 10:, 7] = 1000.0
+    held = TurboQuant(outliers=0.125).open(keys, values, (), 1)
+    held.append(keys[:, :, :10], values[:, :, :10], torch.arange(10)[None])
+    held.keep((torch.arange(10) != 4).expand(1, 2, -1), 2)
+    for new in (None, 10, 11):
+        if new is not None:
+            held.append(keys[:, :, new : new + 1], values[:, :, new : new + 1], torch.tensor([[new]]))
+        held.settle()
+        assert held.codec.fitted_tensors["keys channels"][0, :, 0].tolist() == [2, 2]
+
+
+def test_outliers_lower_the_error_of_keys_with_a_few_large_channels() -> None:
+    """2 bits with four outliers of 64 channels are better than 3 bits without: the outliers no longer set the norm."""
+    keys, values = stream(200, dim=64)
+    keys[..., :4] *= 30
+    error = {
+        name: float((feed(codec, keys, values).keys - keys)[..., 4:].square().mean())
+        for name, codec in (("3", TurboQuant(bits=3)), ("2", TurboQuant(bits=2, outliers=1 / 16)))
+    }
+    assert error["2"] < error["3"] / 4
+
+
+@pytest.mark.parametrize("share", [0.001, 0.999])
+def test_a_share_that_leaves_one_set_empty_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match=f"outliers={share} of 64 channels leaves no outlier, or no other channel"):
+        TurboQuant(outliers=share).check_shape(2, 64)
+
+
 @settings(max_examples=20)
 @given(bits=st.integers(1, 8), dim=st.integers(1, 70), seed=st.integers(0, 99))
 def test_packed_codes_come_back(bits: int, dim: int, seed: int) -> None:

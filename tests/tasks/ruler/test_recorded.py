@@ -51,3 +51,10 @@ def test_real_lines_are_read_and_their_answers_score(words: Tokenizer) -> None:
         assert example.answer_prefix.startswith(" The special magic uuid for ")
         assert example.references[0] in example.prompt
         assert file.score(example.references[0], example) == 1.0
+
+
+@pytest.mark.parametrize("outputs", [[""], ["12", " "]])
+def test_empty_references_are_refused_with_their_row(tmp_path: Path, words: Tokenizer, outputs: list[str]) -> None:
+    file = task(tmp_path / "file", [NEW, {**NEW, "outputs": outputs}], task="niah_single_1")
+    with pytest.raises(ValueError, match=r"row 2: outputs: .* is an empty text, which every output would contain"):
+        list(file.examples(words, 0))
