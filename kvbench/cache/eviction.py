@@ -78,6 +78,7 @@ class Evictions:
 def evict(step: Step) -> None:
     """Evict down to the budget of a layer."""
     observe(step)
+    note_decision(step)
     excess = excess_of(step)
     if excess == 0:
         return
@@ -88,6 +89,12 @@ def evict(step: Step) -> None:
     kept = compact(step, ranking, layer.count, excess, seen)
     if kept is not None and policy.scorer is not None and policy.needs.kept:
         policy.scorer.selected(seen, kept)
+
+
+def note_decision(step: Step) -> None:
+    """Note for the audit that the policy decides now which tokens to evict, if the schedule lets it."""
+    if step.span.evicts:
+        step.layer.decided = step.span.end
 
 
 def excess_of(step: Step) -> int:

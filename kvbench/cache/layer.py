@@ -64,13 +64,14 @@ class Layer:
     count: tokens held per KV head. short: tokens by which the mean KV head is shorter. footprint: entries of the mean
     head, summed over the tokens (`kvbench.cache.footprint`). memory: data of scorer and merger. ranking: the scores of
     a prompt until its budget is known. unsettled: the eviction of a complete prompt is still due. pages: for sparse
-    attention. compacted: several tokens were evicted at once.
+    attention. compacted: several tokens were evicted at once. decided: tokens of the sequence when the policy
+    last decided what to evict.
     """
 
     def __init__(self, policy: Policy, index: int) -> None:
         self.policy = policy
         self.index = index
-        self.count = 0
+        self.count = self.decided = 0
         self.short = self.footprint = 0.0
         self.memory: Memory = {}
         self.ranking: Ranking | None = None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.cascade import OnItsWay, can_cut, cut_to_shares, on_its_way
-from kvbench.cache.eviction import compact, excess_of, note_nan, observe
+from kvbench.cache.eviction import compact, excess_of, note_decision, note_nan, observe
 from kvbench.cache.extra import Extra, When
 from kvbench.cache.step import Step
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
@@ -41,6 +41,7 @@ class MeasuredBudgets(Extra):
         if alone or not isinstance(allocator, StatisticAllocator | JointAllocator):
             return "now"
         observe(step)
+        note_decision(step)
         if step.span.evicts and (step.phase != "decode" or excess_of(step) > 0):
             self._rank(step, allocator)
         return "later"
@@ -74,6 +75,7 @@ def _evict_below(step: Step, allocator: Threshold) -> None:
     observe(step)
     if not step.span.evicts:
         return
+    note_decision(step)
     ranking = step.policy.rank(step.observation, step.layer.store.state)
     note_nan(step, ranking)
     ranking = allocator.marked(ranking)

@@ -6,7 +6,7 @@ Shapes: B batch, H KV heads, n tokens, D head dim.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -82,6 +82,9 @@ def half_away(x: Tensor) -> Tensor:
 class LayerScaled(TokenCodec):
     """key_scales, value_scales: one number for each layer, as calibrated for a model; none: 1."""
 
+    largest: ClassVar[float]
+    """The largest number that codes can hold at a scale of 1."""
+
     key_scales: Sequence[float] = ()
     value_scales: Sequence[float] = ()
 
@@ -104,6 +107,9 @@ class LayerScaled(TokenCodec):
     def scale(self, side: int) -> float:
         return (*(self.value_scales if side else self.key_scales), 1.0)[0]
 
+    def limit(self, side: int) -> float:
+        return self.largest * self.scale(side)
+
 
 @dataclass(frozen=True)
 class Fp8(LayerScaled):
@@ -115,6 +121,8 @@ class Fp8(LayerScaled):
     Source: vLLM's kv_cache_dtype=fp8 (vllm/config/cache.py), TensorRT-LLM's KvCacheConfig(dtype="fp8"), SGLang's
     --kv-cache-dtype fp8_e4m3.
     """
+
+    largest = FP8_MAX
 
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
         return {"codes": to_e4m3(x.float() / self.scale(side))}
@@ -238,6 +246,7 @@ class Nvfp4(LayerScaled):
     Source: vLLM's kv_cache_dtype=nvfp4 (nvfp4_utils.cuh), TensorRT-LLM's KvCacheConfig(dtype="nvfp4").
     """
 
+    largest = FP8_MAX * E2M1_MAX
     group: int = 16
     four_over_six: bool = False
 

@@ -278,11 +278,19 @@ class SlotStore(LayerStore):
     def reserve(self) -> None:
         """Reserve slots if none is left, at most as many as tokens are expected."""
         if self.room == 0:
-            growth = GROWTH
-            if self._expected:
-                growth = min(max(GROWTH, self._expected // 4), self._expected)  # long answers take few copies
-                self._expected -= growth
-            self._lengthen(growth, {})
+            self._lengthen(self._growth(), {})
+
+    def _growth(self) -> int:
+        """Slots to reserve at once."""
+        growth = GROWTH
+        if self._expected:
+            growth = min(max(GROWTH, self._expected // 4), self._expected)  # long answers take few copies
+            self._expected -= growth
+        return growth
+
+    def tokens_of(self, name: str) -> int:
+        """The number of tokens that share an entry of a tensor of the memory."""
+        return 1
 
     def _fill_hole(self, tokens: dict[str, Tensor]) -> None:
         """Write one token per KV head into its first empty slot; some heads may have no such slot."""

@@ -16,6 +16,7 @@ from kvbench import BudgetError, KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.cache.views import KVLayer
 from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 8
@@ -130,6 +131,25 @@ def test_a_token_never_seen_is_noticed() -> None:
         positions[0, 0, int((positions[0, 0] >= 0).nonzero()[0])] = 41
     with pytest.raises(BudgetError, match="layer 0 holds a token twice or one it never saw"):
         held.audit()
+
+
+DUE = [
+    ("threshold_random", {"allocator.tau": 0.5, "window": 8, "decode": "threshold"}),
+    ("snapkv", {"budget": 64, "window": 8, "decode": "evict"}),  # above what the sequence reaches
+    ("h2o", {"budget": 64, "decode": "evict", "every": 50}),
+]
+
+
+@pytest.mark.parametrize(("slug", "fields"), DUE)
+def test_decoding_that_should_evict_and_never_did_is_noticed(
+    slug: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the number of tokens cannot show it."""
+    found = make_policy(slug, **fields)
+    run_greedy(tiny(), [prompt(37)], found, 5)  # audits
+    monkeypatch.setattr(Policy, "decoding_evicts", property(lambda policy: False))  # a table then takes such sequences
+    with pytest.raises(BudgetError, match=rf"{slug} evicts after every decoded token .* last after token 3\d of 41"):
+        run_greedy(tiny(), [prompt(37)], found, 5)
 
 
 def positions_behind(layer: KVLayer) -> Tensor:
