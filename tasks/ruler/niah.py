@@ -12,6 +12,7 @@ from os.path import expanduser
 from pathlib import Path
 
 from kvbench.errors import ConfigError, choice
+from kvbench.tasks.evidence import needle_spans
 from kvbench.tasks.extras import from_extra
 from kvbench.tasks.ruler.base import Draws, SizedTask
 from kvbench.tasks.ruler.package import INSTALL, check_packaged, packaged
@@ -86,7 +87,9 @@ class RulerNiah(SizedTask):
         chosen = stream.sample(range(len(keys)), self.queries)
         texts, kind = self._question(), self.value.removesuffix("s") if self._singular else self.value
         references = tuple(value for i in chosen for value in values[i])
-        return texts.fill(references, context=context, query=_listed([keys[i] for i in chosen]), type_needle_v=kind)
+        asked = [self._needle(keys[i], value) for i in chosen for value in values[i]]
+        slots = {"context": context, "query": _listed([keys[i] for i in chosen]), "type_needle_v": kind}
+        return texts.fill(references, needle_spans(context, asked, needles), **slots)
 
     @property
     def _singular(self) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import ConfigError, choice
+from kvbench.tasks.evidence import EVIDENCE, start_of
 from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.ruler.base import Draws, SizedTask, clean_up
 from kvbench.tasks.ruler.package import INSTALL, check_packaged, packaged
@@ -28,14 +29,21 @@ FILES = {
 }
 
 
+BETWEEN = "\n\n"  # documents
+
+
 @dataclass(frozen=True)
 class Question:
-    """A question of the data set. gold: documents that are always included; near: preferred distractors."""
+    """A question of the data set.
+
+    gold: documents that are always included; near: preferred distractors; evidence: documents with the answer.
+    """
 
     text: str
     answers: tuple[str, ...]
     gold: tuple[int, ...]
     near: tuple[int, ...] = ()
+    evidence: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,8 +111,15 @@ class QuestionAnswering(SizedTask):
         question = corpus.questions[index]
         documents = [corpus.documents[i] for i in _chosen(question, size, len(corpus.documents), draws)]
         draws.shuffle(documents)
-        listed = (DOCUMENT.format(i=i, document=text) for i, text in enumerate(documents, start=1))
-        return template("qa").fill(question.answers, context="\n\n".join(listed), query=question.text)
+        listed, evidence, end = [], [], 0
+        gold = {corpus.documents[i] for i in question.evidence}
+        for i, text in enumerate(documents, start=1):
+            listed.append(DOCUMENT.format(i=i, document=text))
+            start = end + start_of(DOCUMENT, "document", i=i)
+            evidence += [(start, start + len(text))] if text in gold else []
+            end += len(listed[-1]) + len(BETWEEN)
+        spans = {EVIDENCE: tuple(evidence)}
+        return template("qa").fill(question.answers, spans, context=BETWEEN.join(listed), query=question.text)
 
 
 def _chosen(question: Question, size: int, documents: int, draws: Draws) -> list[int]:
@@ -144,7 +159,7 @@ def _squad(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
             for entry in paragraph["qas"]:
                 if not entry["is_impossible"]:
                     answers = tuple(answer["text"] for answer in entry["answers"])
-                    questions.append(Question(entry["question"], answers, (gold,), near))
+                    questions.append(Question(entry["question"], answers, (gold,), near, (gold,)))
     return Corpus(tuple(documents), tuple(questions))
 
 
@@ -152,10 +167,12 @@ def _hotpotqa(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
     contexts = [[f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]] for entry in data]
     documents = sorted({document for context in contexts for document in context})
     places = {document: i for i, document in enumerate(documents)}
-    questions = [
-        Question(entry["question"], (entry["answer"],), tuple(places[document] for document in documents_of_it))
-        for entry, documents_of_it in zip(data, contexts, strict=True)
-    ]
+    questions = []
+    for entry, context in zip(data, contexts, strict=True):
+        gold = tuple(places[document] for document in context)
+        titles = {title for title, _ in entry.get("supporting_facts", ())}
+        stated = tuple(i for i, (title, _) in zip(gold, entry["context"], strict=True) if title in titles)
+        questions.append(Question(entry["question"], (entry["answer"],), gold, evidence=stated))
     return Corpus(tuple(documents), tuple(questions))
 
 
