@@ -1,8 +1,8 @@
 # ruff: noqa: N803, N806 - in kernels, sizes have their names in shapes
 """One decoding step over tokens that are coded in groups, with the newest tokens exact in a ring.
 
-Every KV head of every sequence has a segment of slots for its coded tokens, as in `decode_attention_flat`; a group of U
-tokens has its numbers in the slots of its tokens. The ring has fixed addresses: a new token displaces the oldest one,
+Every KV head of every sequence has a segment of slots for its coded tokens, as in `decode_attention_flat`; codes of U
+tokens together are one entry. The ring has fixed addresses: a new token displaces the oldest one,
 whose value `append_groups` encodes, if values are coded token by token. One launch of `decode_groups` attends to codes
 and ring, and `join` joins its parts. Lengths are on the device, so that CUDA graphs can record both.
 
@@ -47,9 +47,9 @@ from kvbench.kernels.tiles import (
 
 
 class FlatCodes(NamedTuple):
-    """Codes of keys or values in flat slots, x = code * scale + minimum: words [N,.] int32, scale [N,.].
+    """Codes of keys or values, x = code * scale + minimum: words [m,.] int32, scale and minimum [m,.].
 
-    The words, scales and minima of a group of tokens fill the slots of its tokens.
+    An entry has the codes of a token, or of a group of tokens; segments of slots start at whole entries.
     """
 
     words: Tensor
@@ -59,9 +59,8 @@ class FlatCodes(NamedTuple):
 
     @property
     def views(self) -> Codes:
-        """The codes as arguments of a kernel: `row` is the stride of a group or token, `dim` that of a slot."""
-        tensors = (self.words, self.scale, self.minimum)
-        return Codes(*(View(x, 0, 0, self.form.tokens * x.stride(0), x.stride(0)) for x in tensors))
+        """The codes as arguments of a kernel: `row` is the stride of an entry."""
+        return Codes(*(View(x, 0, 0, x.stride(0), 0) for x in (self.words, self.scale, self.minimum)))
 
 
 class Ring(NamedTuple):
@@ -73,13 +72,14 @@ class Ring(NamedTuple):
 
 
 @jit
-def _of_segment(codes: Codes, start: tl.tensor) -> Codes:
+def _of_segment(codes: Codes, start: tl.tensor, HOW: tl.constexpr) -> Codes:
     """The codes of a segment."""
     words, scale, minimum = codes.words, codes.scale, codes.minimum
+    entry = start if HOW.PER_TOKEN else start // HOW.U
     return Codes(
-        View(words.ptr + start * words.dim, 0, 0, words.row, 0),
-        View(scale.ptr + start * scale.dim, 0, 0, scale.row, 0),
-        View(minimum.ptr + start * minimum.dim, 0, 0, minimum.row, 0),
+        View(words.ptr + entry * words.row, 0, 0, words.row, 0),
+        View(scale.ptr + entry * scale.row, 0, 0, scale.row, 0),
+        View(minimum.ptr + entry * minimum.row, 0, 0, minimum.row, 0),
     )
 
 
@@ -125,7 +125,7 @@ def _attend_groups(
         top, total, out = with_sinks(top, total, out, sinks_ptr, row % H * G + heads, heads < G, part)
 
     numbers = (query.to(tl.float32) * rule.scale).to(PRODUCTS)
-    keys, values = _of_segment(keys, start), _of_segment(values, start)
+    keys, values = _of_segment(keys, start, KEY), _of_segment(values, start, VALUE)
     steps = tl.cdiv(tl.minimum(begin + each, words) - begin, KEY.WORDS)
     for step in range(tl.where(part == 0, 0, steps)):
         first = begin + step * KEY.WORDS
@@ -218,10 +218,10 @@ def _append_groups(
             codes = tl.reshape(codes, (GROUPS, WIDTH, PER_WORD))
             packed = tl.sum(codes << (tl.arange(0, PER_WORD) * VALUE.BITS)[None, None, :], 2)
             word, slot = tl.arange(0, WIDTH), start + gone
-            own = values.words.ptr + slot * values.words.dim + group[:, None] * VALUE.W + word[None, :]
+            own = values.words.ptr + slot * values.words.row + group[:, None] * VALUE.W + word[None, :]
             tl.store(own, packed, mask=exists[:, None] & (word < VALUE.W)[None, :])
-            tl.store(values.scale.ptr + slot * values.scale.dim + group, scale, mask=exists)
-            tl.store(values.minimum.ptr + slot * values.minimum.dim + group, low, mask=exists)
+            tl.store(values.scale.ptr + slot * values.scale.row + group, scale, mask=exists)
+            tl.store(values.minimum.ptr + slot * values.minimum.row + group, low, mask=exists)
         v = tl.load(at_head(new_v, row, H) + dims * new_v.dim, mask=dims < VALUE.D)
         tl.store(at + dims, v, mask=dims < VALUE.D)
 

@@ -156,11 +156,19 @@ def _store(ptr: tl.tensor, head: tl.tensor, x: tl.tensor, rotation: View, HOW: t
 
 
 @jit
+def _count_beyond(ptr: tl.tensor, row: tl.tensor, x: tl.tensor, limit: tl.tensor) -> None:
+    """Add the number of elements of x beyond the limit to the count of a row."""
+    if ptr is not None:
+        tl.atomic_add(ptr + row, tl.sum((tl.abs(x) > limit).to(tl.int64), 0))
+
+
+@jit
 def _append_codes(
     starts_ptr: tl.tensor, slots_ptr: tl.tensor, new_k: View, new_v: View, k_codes: tl.tensor, k_scale: tl.tensor,
     k_table: tl.tensor, v_codes: tl.tensor, v_scale: tl.tensor, v_table: tl.tensor, H: tl.tensor, k_factor: tl.tensor,
-    v_factor: tl.tensor, queries: View, rotation: View, rotated_ptr: tl.tensor, KEY: tl.constexpr, VALUE: tl.constexpr,
-    G: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr, TRUNCATED: tl.constexpr,
+    v_factor: tl.tensor, queries: View, rotation: View, rotated_ptr: tl.tensor, clipped_ptr: tl.tensor,
+    k_limit: tl.tensor, v_limit: tl.tensor, KEY: tl.constexpr, VALUE: tl.constexpr, G: tl.constexpr,
+    LEAST: tl.constexpr, LEVELS: tl.constexpr, TRUNCATED: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: the new key, or value, of one KV head; or, with a rotation, one of its queries.
 
@@ -172,10 +180,12 @@ def _append_codes(
     if which == 0:
         k = rotated(at_head(new_k, row, H), new_k.dim, rotation, KEY.D, KEY.BLOCK_D)
         encode(k, k_codes, k_scale, k_table, k_factor, place, KEY, LEAST, LEVELS, TRUNCATED)
+        _count_beyond(clipped_ptr, row // H, k, k_limit)
         _store(first, H * G + row % H, k, rotation, KEY)
     elif which == 1:
         v = rotated(at_head(new_v, row, H), new_v.dim, rotation, VALUE.D, VALUE.BLOCK_D)
         encode(v, v_codes, v_scale, v_table, v_factor, place, VALUE, LEAST, LEVELS, TRUNCATED)
+        _count_beyond(clipped_ptr, row // H, v, v_limit)
         _store(first, H * G + H + row % H, v, rotation, VALUE)
     else:
         head = row % H * G + which - 2
@@ -184,12 +194,14 @@ def _append_codes(
 
 
 def append_codes(
-    keys: Coded, values: Coded, starts: Tensor, new_tokens: NewTokens, queries: Tensor, rotation: Tensor | None = None
+    keys: Coded, values: Coded, starts: Tensor, new_tokens: NewTokens, queries: Tensor, rotation: Tensor | None = None,
+    clipped: tuple[Tensor, float, float] | None = None,
 ) -> tuple[Tensor, NewTokens]:  # fmt: skip
     """Encode new tokens [B,H,1,D] into their slots [B,H] of segments at `starts` [B,H], in place.
 
-    rotation [D,D]: by which tokens are multiplied before, and queries [B,H_q,1,D] too. Returns queries and tokens after
-    it, in float32.
+    rotation [D,D]: by which tokens are multiplied before, and queries [B,H_q,1,D] too. clipped: counts [B] int64 of the
+    numbers of keys and values beyond two limits, which are added up. Returns queries and tokens after the rotation, in
+    float32.
     """
     require_triton("append_codes", starts.device)
     tokens, (batch, heads), form = [queries, new_tokens.keys, new_tokens.values], starts.shape, keys.format
@@ -202,8 +214,9 @@ def append_codes(
     with torch.cuda.device_of(starts):
         _append_codes[starts.numel(), 2 if rotation is None else 2 + group](
             starts.contiguous(), new_tokens.slots.contiguous(), *new, *keys.memory, *values.memory, heads, keys.factor,
-            values.factor, asked, matrix, whole, KEY=keys.layout, VALUE=values.layout, G=group, LEAST=form.least,
-            LEVELS=form.levels, TRUNCATED=form.truncated, num_warps=1 if rotation is None else 4,
+            values.factor, asked, matrix, whole, *(clipped or (None, 0.0, 0.0)), KEY=keys.layout, VALUE=values.layout,
+            G=group, LEAST=form.least, LEVELS=form.levels, TRUNCATED=form.truncated,
+            num_warps=1 if rotation is None else 4,
         )  # fmt: skip
     if rotation is None:
         return queries, new_tokens

@@ -27,12 +27,15 @@ def combined_seed(*parts: int) -> int:
     return int(mixed) & (2**53 - 1)
 
 
-def uniform_draws(seed: int, layer: int, positions: Tensor) -> Tensor:
+def uniform_draws(seed: int, layer: int, positions: Tensor, occasion: Tensor | None = None) -> Tensor:
     """A uniform draw in [0,1) for each (seed, layer, KV head, position): positions [B,H_kv,T] -> [B,H_kv,T] float32.
 
-    The draw of a token depends neither on the batch nor on how the prompt is split.
+    The draw of a token depends neither on the batch nor on how the prompt is split. occasion [B]: a number of each
+    sequence; tokens have other draws for every number.
     """
     mixed = scramble(_streams(seed, layer, positions.shape[1], positions.device) + positions + GOLDEN)
+    if occasion is not None:
+        mixed = scramble(mixed + occasion.to(mixed)[:, None, None] + GOLDEN)
     return ((mixed >> 40) & (2**24 - 1)).float() / 2**24
 
 

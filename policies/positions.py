@@ -10,15 +10,20 @@ from kvbench.policies.observation import Observation
 from kvbench.policies.ranking import LAST
 
 
-def group_sums(labels: Tensor, *numbers: Tensor) -> list[Tensor]:
-    """For every slot, the sum of numbers [...,N] over the slots with its label [...,N]; computed in float64.
-
-    float64 makes rounding independent of the order of additions. Nothing waits for a GPU.
-    """
+def groups(labels: Tensor) -> Tensor:
+    """For every slot, the number of its label [...,N] among the labels that exist, from 0. Nothing waits for a GPU."""
     order = labels.argsort(dim=-1, stable=True)
     ordered = labels.gather(-1, order)
     begins = torch.nn.functional.pad(ordered[..., 1:] != ordered[..., :-1], (1, 0))
-    group = torch.empty_like(order).scatter_(-1, order, begins.cumsum(-1))  # of every slot, from 0
+    return torch.empty_like(order).scatter_(-1, order, begins.cumsum(-1))
+
+
+def group_sums(labels: Tensor, *numbers: Tensor) -> list[Tensor]:
+    """For every slot, the sum of numbers [...,N] over the slots with its label [...,N]; computed in float64.
+
+    float64 makes rounding independent of the order of additions.
+    """
+    group = groups(labels)
     return [torch.zeros_like(x).scatter_add_(-1, group, x).gather(-1, group) for x in (y.double() for y in numbers)]
 
 

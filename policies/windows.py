@@ -5,10 +5,11 @@ Shapes: B batch, H_kv KV heads, G query heads per KV head, W queries of the wind
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from kvbench.kernels.query_sums import entropy, variance
-from kvbench.kernels.references import widen
+from kvbench.kernels.references import visible, widen
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import Observation
 
@@ -31,6 +32,17 @@ def window_mean(observation: Observation, window: int, stats_dtype: StatsDtype) 
     if stats_dtype == "model":
         return window_rows(observation, window).mean(-2)
     return observation.window_sums(window) / window_length(observation, window)
+
+
+def attention_before(logits: Tensor, places: Tensor, observation: Observation, window: int) -> Tensor:
+    """The softmax of logits [B,H_kv,...,W,T] over the tokens before the newest `window`, 0 elsewhere.
+
+    places [B,W]: positions of the queries.
+    """
+    older = observation.occupied & ~observation.newest(window)
+    seen = visible(places, observation.positions, observation.params.sliding_window) & older[:, :, None]  # [B,H_kv,W,T]
+    seen = seen.view(*seen.shape[:2], *[1] * (logits.dim() - 4), *seen.shape[2:])
+    return logits.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)
 
 
 def question_rows(observation: Observation) -> tuple[Tensor, Tensor]:

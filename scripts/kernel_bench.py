@@ -21,7 +21,7 @@ from kvbench.kernels.prompt import prompt_attention
 from kvbench.kernels.query_sums import attention_moments, column_sums, window_statistics
 from kvbench.kernels.references import NewTokens, attention_rows
 from kvbench.policies.observation import AttentionParams
-from kvbench.policies.stores.group_slots import group_step
+from kvbench.policies.stores.group_step import group_step
 from kvbench.policies.stores.kivi import Kivi
 
 GPU = torch.cuda.is_available()
@@ -127,7 +127,7 @@ def codes(bits: int, tokens: int) -> Case:
     for side, start in enumerate(("keys", "values")):
         x = drawn(1, H_KV, tokens, D)
         held = {f"{start} {name}": part for name, part in codec.encode(x, side).items()}
-        memory |= {name: x.reshape(H_KV * tokens, -1) for name, x in held.items()}
+        memory |= {name: x.flatten(0, 2) for name, x in held.items()}
     exact, new = drawn(2, 1, H_KV, codec.most_exact, D), drawn(2, 1, H_KV, 1, D)
     ring = Ring(exact[0], exact[1], torch.zeros(exact.shape[1:4], dtype=torch.int32, device=DEVICE))
     starts = torch.arange(H_KV, device=DEVICE)[None] * tokens

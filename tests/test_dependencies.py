@@ -10,7 +10,9 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import pytest
+import yaml
 
+import kvbench
 from kvbench.cli import main
 from kvbench.plot import cli as plot
 from kvbench.report.html.report import html_report
@@ -145,3 +147,12 @@ def test_a_task_of_lm_eval_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("kvbench.tasks.lm_eval.task.version", lambda name: version("no_such_package"))
     with pytest.raises(ValueError, match=r"a task of lm-eval needs .*: pip install 'kvbench\[lm-eval\]'$"):
         LmEval(name="gsm8k", task="gsm8k")
+
+
+def test_the_citation_and_the_classifiers_are_those_of_the_package() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["version"], cited["license"]) == (kvbench.__version__, PROJECT["license"])
+    assert cited["authors"] == PROJECT["authors"]
+    least, beyond = re.findall(r"3\.(\d+)", PROJECT["requires-python"])
+    named = re.findall(r"Python :: 3\.(\d+)", " ".join(PROJECT["classifiers"]))
+    assert [*map(int, named)] == [*range(int(least), int(beyond))]

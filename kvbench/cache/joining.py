@@ -5,7 +5,7 @@ from kvbench.cache.layer import Layer
 from kvbench.cache.memory import slot_store
 from kvbench.cache.sequence import Sequence
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.column_layer import ColumnLayer
+from kvbench.policies.stores.ring_layout import RingLayer
 from kvbench.policies.stores.slot_store import SlotStore
 
 ENDLESS = 1 << 30  # slots that a sequence may take if it does not evict
@@ -47,12 +47,10 @@ def can_join(sequence: Sequence) -> bool:
 def _shape(sequence: Sequence, layer: Layer) -> object:
     """What the layers of a table have in common; None for a layer that cannot be in one."""
     store, policy = layer.store, sequence.policy
-    if not isinstance(store, SlotStore | ColumnLayer) or store.step_format is None:
+    if not isinstance(store, SlotStore) or store.step_format is None:
         return None
-    if isinstance(store, ColumnLayer):
-        tail = store.parts[0].columns[0].tail.view("x")
-        reads = attend.backend_of(tail).reads_groups
-        return (*store.step_format[1:], tail.shape[1], tail.device) if reads else None
+    if isinstance(store, RingLayer) and not (policy.store.replayable or attend.backend_of(store.like).reads_at_once):
+        return None
     if store.starts is None and not store.slots.packed and store.free is None:
         return None
     if policy.decoding_evicts:
@@ -69,7 +67,7 @@ def _shape(sequence: Sequence, layer: Layer) -> object:
 def format_of(sequence: Sequence) -> object:
     """The format of every layer; sequences of equal formats share a table."""
     stores = [layer.store for layer in sequence.layers]
-    formats = [store.step_format for store in stores if isinstance(store, SlotStore | ColumnLayer)]
+    formats = [store.step_format for store in stores if isinstance(store, SlotStore)]
     return stores[0].positions.shape[1], *formats
 
 

@@ -30,7 +30,8 @@ class FlatMemory:
     tensors: keys and values, or their codes, of each layer by name, [N,...] or shorter. positions [L,N] int32, -1 =
     empty; statistics [L,N,G'] by name and G'; weights [L,N,G]: attention of the newest queries, if a policy uses it.
     offsets [L,1,1]: of the layers in these tensors. growth: how many times as large new memory is at least. reserved:
-    number of slots before those of sequences. version: changes with the addresses.
+    number of slots before those of sequences. version: changes with the addresses. each: tokens that share an entry of
+    a tensor, by name; segments start at whole entries.
     """
 
     def __init__(self, layers: int, growth: float, reserved: int) -> None:
@@ -41,17 +42,28 @@ class FlatMemory:
         self.weights: Tensor | None = None
         self.version = 0
         self._growth, self._reserved = growth, reserved
+        self._each: dict[str, int] = {}
         self._held: list[dict[Layer, range]] = [{} for _ in range(layers)]
 
     def start(self, layer: Layer) -> int:
         """The first slot of a sequence in a layer."""
         return self._held[layer.index][layer].start
 
+    def positions_of(self, layer: Layer) -> Tensor:
+        """The positions of a sequence's slots in a layer: a view [n]."""
+        here = self._held[layer.index][layer]
+        return self.positions[layer.index, here.start : here.stop]
+
     @property
     def used_share(self) -> float:
         """The share of the slots of the first layer that sequences have."""
-        size = len(next(iter(self.tensors[0].values()))) if self.tensors else 0
+        size = self._size(0) if self.tensors else 0
         return sum(map(len, self._held[0].values())) / max(size, 1)
+
+    def _size(self, index: int) -> int:
+        """The slots of a layer."""
+        name, x = next(iter(self.tensors[index].items()))
+        return len(x) * self._each[name]
 
     def collect_weights(self, heads: int) -> None:
         """Store the attention of the newest queries, of `heads` query heads per KV head, from now on."""
@@ -64,15 +76,17 @@ class FlatMemory:
         if index == len(self.tensors):
             self.positions = self.positions.to(first.first.device)
             dims = 3 if first.starts is None else 1
-            empty = {name: x.new_zeros(self._reserved, *x.shape[dims:]) for name, x in first.token_memory.items()}
+            self._each |= {name: first.tokens_of(name) for name in first.token_memory}
+            empty = {name: x.new_zeros(0, *x.shape[dims:]) for name, x in first.token_memory.items()}
             self.tensors.append(empty)
+        unit = max(self._each[name] for name in self.tensors[index])
+        begin = -(-self._reserved // unit) * unit
         for layer in layers:
             taken = [*held.values(), *new.values()]
-            new[layer] = _gap(taken, slot_store(layer).capacity, self._reserved)
-        end = max(slots.stop for slots in new.values())
-        size = len(next(iter(self.tensors[index].values())))
+            new[layer] = _gap(taken, slot_store(layer).capacity, begin)
+        end, size = max(slots.stop for slots in new.values()), self._size(index)
         if end > size:
-            self._enlarge(index, max(end, int(self._growth * size)))
+            self._enlarge(index, max(end, int(self._growth * size) // unit * unit))
         held.update(new)
         for layer in layers:
             store = slot_store(layer)
@@ -106,7 +120,8 @@ class FlatMemory:
 
     def _enlarge(self, index: int, slots: int) -> None:
         """Copy the memory of a layer into a larger one. Small tensors are enlarged for all layers."""
-        self.tensors[index] = {name: _longer(x, slots, 0) for name, x in self.tensors[index].items()}
+        longer = {name: _longer(x, slots // self._each[name], 0) for name, x in self.tensors[index].items()}
+        self.tensors[index] = longer
         changed = [index]
         if slots > self.positions.shape[1]:
             changed = list(range(len(self.tensors)))
@@ -120,13 +135,13 @@ class FlatMemory:
 
     def _view(self, layer: Layer) -> None:
         """Give a layer a store whose memory are views of the flat memory, where its tokens are, or will be copied."""
-        index, here, store = layer.index, self._held[layer.index][layer], slot_store(layer)
-        slots, memory = slice(here.start, here.stop), {}
+        index, slots, store = layer.index, self._held[layer.index][layer], slot_store(layer)
+        memory = {}
         for name, x in store.memory.items():
-            whole = self.tensors[index].get(name)
+            whole, each = self.tensors[index].get(name), self._each.get(name, 1)
             if whole is None:
                 whole = (self.positions if name == "positions" else self.statistics[name, x.shape[-1]])[index]
-            memory[name] = whole[slots].view(x.shape)
+            memory[name] = whole[slots.start // each : slots.stop // each].view(x.shape)
         layer.store = store.with_memory(memory, store.free)
 
 

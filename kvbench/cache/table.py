@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvbench.cache import attend
 from kvbench.cache.attend import Backend, LayerStep
-from kvbench.cache.device_groups import STATE, exact_state, follow, from_slots, to_slots
+from kvbench.cache.device_groups import STATE, bind, note_codes, ring_state, unbind
 from kvbench.cache.footprint import decoded
 from kvbench.cache.group import WINDOW, Group, Kind, groups_of, kind_of
 from kvbench.cache.joining import ENDLESS, format_of, slots_to_grow
@@ -37,10 +37,11 @@ from kvbench.cache.sequence import Sequence
 from kvbench.kernels.references import NewTokens
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.coding import Coding
-from kvbench.policies.stores.group_slots import take_places
+from kvbench.policies.stores.group_step import CODED, take_places
+from kvbench.policies.stores.ring_layout import RingLayer
 from kvbench.policies.stores.token_codes import TokenCodeLayer
 
-LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance", *STATE
+LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance", "clipped", *STATE
 
 TIGHT = 0.9  # share of flat memory above which sequences that leave together keep it
 
@@ -77,7 +78,8 @@ class Table:
     Between `admit` and `free`, only the table changes the layers of a sequence. lengths: data on the device about all
     rows: `starts`, `counts`, `free`, `limit` [L,P,H]: the start of a segment, its slots in use, and the slot of the
     next token when `limit` are in use; `nan` [L,P]: whether a score was NaN; `next` [1,P,1]: positions of the next
-    tokens; `advance` [1,P,1]: 1, 0 for padding; and `STATE`. pads: rows may be padding.
+    tokens; `advance` [1,P,1]: 1, 0 for padding; `clipped` [L,P]: numbers beyond the limit of fixed scales; and `STATE`.
+    pads: rows may be padding.
     """
 
     def __init__(self, layers: int, pads: bool) -> None:
@@ -160,10 +162,13 @@ class Table:
         sequence = member.sequence
         self.update(sequence)
         state = {name: x.clone() for name, x in self._state(member.row)}
+        clipped = state["clipped"].tolist() if "clipped" in state else []
         self._return(member, copies)
         for layer in member.layers:
             self._memory.release(layer, last=len(self._members) == 1)
             self._bind_layer(layer, state)
+            if isinstance(layer.store, TokenCodeLayer) and layer.store.clipped is not None:
+                layer.store.clipped += clipped[layer.index]
             sequence.note_bytes(layer.index)
         codes = member.layers[-1].store  # they had the newest token twice
         sequence.note(beside=codes.step_nbytes if isinstance(codes, TokenCodeLayer) else 0)
@@ -185,7 +190,7 @@ class Table:
         """Move the layers of sequences into the flat memory; returns the states of their rows."""
         for sequence in sequences:
             for layer in sequence.layers:
-                if not to_slots(layer) and slots_to_grow(sequence, layer) > 0:
+                if slots_to_grow(sequence, layer) > 0:
                     slot_store(layer).reserve()
                     sequence.note_bytes(layer.index)
         if self.backend is None:
@@ -207,21 +212,16 @@ class Table:
 
     def _lengthen(self, member: Member) -> dict[Sequence, State]:
         """Give a sequence more slots where it has none; returns its state if it needs a place of another kind."""
-        sequence, longer = member.sequence, list[int]()
+        sequence = member.sequence
         self.update(sequence)
         for layer in member.layers:
             if slots_to_grow(sequence, layer) > 0 and slot_store(layer).room == 0:
-                longer.append(layer.index)
-                from_slots(sequence, layer)
                 self._memory.release(layer)
-                if not to_slots(layer):
-                    slot_store(layer).reserve()
+                slot_store(layer).reserve()
                 self._memory.hold(layer.index, [layer])
                 sequence.note_bytes(layer.index)
         new = self._new_state(sequence, member.layers)
         self.lengths["starts"][:, member.row] = new["starts"]
-        for name in STATE if STATE[0] in new else ():
-            self.lengths[name][longer, member.row] = new[name][longer]
         now = _member(sequence, member.layers)
         member.longest, member.room, member.used = now.longest, now.room, now.used
         if now.kind == member.kind:
@@ -236,8 +236,6 @@ class Table:
         """Give the layers of a sequence their stores, as they would be without the table; copies: of all tensors."""
         pairs = []
         for layer in member.layers:
-            if from_slots(member.sequence, layer):
-                continue
             store, row = slot_store(layer), (layer.index, member.row)
             memory = dict(store.memory)
             if copies:
@@ -247,15 +245,17 @@ class Table:
             counts = None if store.counts is None else self.lengths["counts"][row].clone()[None]
             layer.store = store.with_memory(memory, free, counts)
         self._memory.copy(pairs)
+        unbind(member.layers)
 
     def update(self, sequence: Sequence) -> None:
         """Bring the lengths that the host has of a sequence's layers up to date."""
         member = self._members[sequence]
         steps, member.steps = member.steps, 0
         member.room -= steps
-        if steps and STATE[0] in self.lengths:
-            follow(sequence, member.layers, steps, {name: self.lengths[name][:, member.row] for name in STATE})
+        evicts = any(group.has(member.row) for group in self._groups)
         for layer in member.layers if steps else ():
+            if evicts:
+                layer.decided = sequence.seen
             store, grow = slot_store(layer), slots_to_grow(sequence, layer, member.used[layer.index])
             taken = min(steps, grow)
             layer.footprint += decoded(layer.count - layer.short, steps, max(0, grow - 1))
@@ -265,17 +265,39 @@ class Table:
             free = self.lengths["free"][row][None, :, None] if taken == grow else None
             counts = None if store.counts is None else self.lengths["counts"][row][None]
             fills = free is not None and store.free is None
-            store.grown(member.used[layer.index], taken, free, counts)
+            if isinstance(store, RingLayer):
+                store.follow(member.used[layer.index], sequence.seen - steps)
+            else:
+                store.grown(member.used[layer.index], taken, free, counts)
             if fills:
                 sequence.note_bytes(layer.index)
+        if steps and self.backend is not None and not self.backend.reads_at_once:
+            self._settle(member)
+
+    def _settle(self, member: Member) -> None:
+        """End the steps of a sequence: its layers code what is due, in place."""
+        state = {name: self.lengths[name][:, member.row] for name in STATE if name in self.lengths}
+        for layer in member.layers:
+            store = layer.store
+            before = store.in_codes if isinstance(store, RingLayer) else None
+            try:
+                store.settle()
+            except ValueError as error:  # numbers that are not finite
+                member.sequence.fail(error)
+            if isinstance(store, RingLayer) and store.in_codes != before:
+                if state:
+                    note_codes(store, state, layer.index, self._memory.positions_of(layer))
+                member.sequence.note_bytes(layer.index)
 
     def _new_state(self, sequence: Sequence, layers: List[Layer]) -> State:
         """The state of a sequence whose slots are in the flat memory, from its layers."""
         state = dict(zip(LENGTHS, self._segments(sequence, layers), strict=False))
         state["nan"] = state["starts"].new_zeros(len(layers), dtype=torch.bool)
         state["next"], state["advance"] = (state["starts"].new_tensor([x]) for x in ([sequence.seen], [1]))
+        if isinstance(codes := layers[0].store, TokenCodeLayer) and codes.clipped is not None:
+            state["clipped"] = torch.zeros_like(state["nan"], dtype=torch.int64)
         if not sequence.policy.decoding_evicts:
-            return state | exact_state(layers)
+            return state if self.backend is None or self.backend.reads_at_once else state | ring_state(layers)
         windows = [layer.recent.held for layer in layers if layer.recent.held is not None]
         if windows:
             state |= {name: torch.cat([window[i] for window in windows]) for i, name in enumerate(WINDOW)}
@@ -287,7 +309,8 @@ class Table:
         if all(store.starts is None and store.free is None for store in stores):  # the host has all numbers
             numbers = []
             for layer, store in zip(layers, stores, strict=True):
-                first, (heads, slots) = self._memory.start(layer), store.first.shape[1:3]
+                first, heads = self._memory.start(layer), store.first.shape[1]
+                slots = store.capacity // heads
                 used, grow = [store.used] * heads, slots_to_grow(sequence, layer)
                 begins = [first + head * slots for head in range(heads)]
                 numbers.append([begins, used, used, [store.used + grow] * heads])
@@ -327,6 +350,7 @@ class Table:
     def _bind(self, member: Member) -> None:
         """Give the layers of a sequence views of their windows and memories, which its group changes."""
         state = dict(self._state(member.row))
+        bind(member.layers, state)
         for layer in member.layers:
             self._bind_layer(layer, state)
 
@@ -404,6 +428,8 @@ class Table:
                     member.sequence.fail(error)
         self.lengths["next"] += self.lengths["advance"]
         self.backend.end()
+        for member in self._members.values() if self.backend.reads_at_once else ():
+            self._settle(member)
         self._notify()
         if self.backend.reads_at_once and bool(self.lengths["nan"].any()):
             self._fail_broken()
@@ -437,7 +463,7 @@ class Table:
         grows = lengths["counts"] < lengths["limit"]
         torch.where(grows, lengths["counts"], lengths["free"], out=self._new)
         lengths["counts"] += grows
-        if (codec := self._codecs[0]) is not None and codec.grouped:
+        if (codec := self._codecs[0]) is not None and CODED in lengths:
             take_places(lengths, codec.most_exact, memory.positions, memory.offsets, PADDING, (self._new, self._gone))
             return
         there = (lengths["starts"] + memory.offsets + self._new).flatten()
@@ -456,6 +482,8 @@ def _member(sequence: Sequence, layers: List[Layer]) -> Member:
         longest = max(longest, store.used + min(grow, store.room))
         if grow > store.room:
             room = min(room, store.room)
+        if isinstance(store, RingLayer):
+            room = min(room, store.steps_until_due)
     longest = 1 << (longest - 1).bit_length()  # so that it seldom changes
     kind = kind_of(sequence, longest) if sequence.policy.decoding_evicts else Kind()
     return Member(sequence, layers, [slot_store(layer).used for layer in layers], kind, kind.slots or longest, room)

@@ -14,6 +14,7 @@ import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
 from kvbench.cache.footprint import fed
+from kvbench.cache.layer import Layer
 from kvbench.cache.pressed import PressedCache
 from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.generate import generate
@@ -30,6 +31,7 @@ from kvbench.models.prompt import Prompt
 from kvbench.models.tokens import Encoder
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
+from kvbench.policies.stores.token_codes import TokenCodeLayer
 from kvbench.results.repetition import repetition
 from kvbench.results.samples import Divergence, KeptHeads, Sample, kept_heads, kept_spans
 from kvbench.run.run import Run
@@ -198,9 +200,19 @@ def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int, decod
         fields |= {"pre_pass_tokens": cache.sequence.passed, "pre_pass_steps": cache.sequence.passes}
     if isinstance(cache, PressedCache):
         fields["masked_tokens"] = cache.masked
+    else:
+        fields["clipped"] = clipped(cache.sequence.layers)
     if run.policy.reader is not None and isinstance(cache, KVCache):
         fields |= {"read_tokens": tokens_read(cache.sequence), "read_bytes": nbytes_read(cache.sequence)}
     return fields
+
+
+def clipped(layers: Sequence[Layer]) -> int | None:
+    """How many numbers of coded keys and values were beyond the fixed scales of their store; None if none is fixed."""
+    stores = [layer.store for layer in layers if layer.opened]
+    counts = [store.clipped for store in stores if isinstance(store, TokenCodeLayer)]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def _holds_positions(cache: KVCache | PressedCache) -> bool:
@@ -274,6 +286,8 @@ def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
     overall = {"peak_bytes": max(x["peak_bytes"] for x in fields), "evicted": fmean(x["evicted"] for x in fields)}
     if run.policy.pre_pass is not None:
         overall |= {name: sum(x[name] for x in fields) for name in ("pre_pass_tokens", "pre_pass_steps")}
+    if longest.get("clipped") is not None:
+        overall["clipped"] = sum(x["clipped"] for x in fields)
     return replace(
         blank(prompt),
         **scored(run, json.dumps(outputs), prompt),

@@ -163,6 +163,13 @@ class RunWriter:
         write_summary(self.folder, self._done)
         if self.run.policy.evicts and numbers["evicted_share"] == 0:
             log.warning("%s: nothing was evicted from any cache, the budget is above every prompt", self.run_id)
+        if numbers["clipped"]:
+            log.warning(
+                "%s: %d numbers of keys and values are beyond the store's fixed scales and were clipped, so that the "
+                "answers are those of other numbers; set policy.store.key_scales and value_scales for this model",
+                self.run_id,
+                numbers["clipped"],
+            )
         self.end()
 
     def close(self) -> None:

@@ -217,6 +217,10 @@ _COLUMNS = (
     _Column(
         "in thought", "in_thought", ".0f", legend="in thought: answers cut off inside a thought, scored as empty"
     ),
+    _Column(
+        "clipped", "clipped", ".0f", legend="clipped: numbers of keys and values beyond the store's fixed scales",
+        shown=lambda row: bool(row.clipped),
+    ),
     _Column("kept/KV head", "kept_tokens", ".1f", legend="kept, cache: held after the last token"),
     _Column(
         "read/KV head", "read_tokens", ".1f", instead="kept_tokens", shown=_reads_part,

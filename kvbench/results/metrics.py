@@ -145,6 +145,12 @@ def _loop_start(samples: Sequence[Sample]) -> float | None:
     return float(median(starts)) if starts else None
 
 
+def _clipped(samples: Sequence[Sample]) -> int | None:
+    """Sum over all answers; None if no scale is fixed."""
+    counts = [sample.clipped for sample in samples if sample.clipped is not None]
+    return sum(counts) if counts else None
+
+
 def _pass_at_k(samples: Sequence[Sample]) -> float | None:
     """Share of prompts with a right answer among their k answers; None unless answers are right or wrong."""
     if not any(s.sample for s in samples) or any(s.score not in (0, 1) for s in samples):
@@ -176,6 +182,11 @@ class Numbers(DivergenceNumbers):
     in_thought: float | None = number(
         "number of answers that were cut off inside a thought, and are scored as empty answers",
         lambda samples: sum(sample.in_thought or False for sample in samples) or None,
+    )
+    clipped: float | None = number(
+        "numbers of keys and values beyond the fixed scales of a store, which are stored as the largest one; sum",
+        _clipped,
+        over="all",
     )
     pass_at_k: float | None = number(
         "share of prompts with a right answer among several sampled ones", _pass_at_k, over="all"

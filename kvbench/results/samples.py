@@ -103,6 +103,8 @@ class Sample:
     kv_footprint*: entries held, summed over all fed tokens, as a share of the full cache's (`kvbench.cache.footprint`).
     answer*: the part of the output that is scored, if it is not all of it: the text after a thought. in_thought*: true
     if the output ends inside a thought, so that it has no answer.
+    clipped*: numbers of keys and values that the fixed scales of a store cannot hold, of all coded tokens and layers;
+    they are stored as the largest one.
     repetition*: repeated 4-grams, and the loop in which the generated tokens end.
     divergence*: of an answer that was fed to the policy; such an example has no output or score.
     likelihood*: of given tokens; such an example has no output or score. With several rated continuations, tokens and
@@ -166,6 +168,7 @@ class Sample:
     in_thought: bool | None = None
     divergence: Divergence | None = None
     repetition: Repetition | None = None
+    clipped: int | None = None
 
     @property
     def shared(self) -> bool:
@@ -208,7 +211,7 @@ _OPTIONAL = (
     *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "pre_pass_steps"),
     *("read_tokens", "read_bytes"),
     *("sample", "state_bytes", "masked_tokens", "recomputed_tokens", "finish_reason", "kv_footprint", "kept_spans"),
-    *("answer", "in_thought", "divergence", "repetition"),
+    *("answer", "in_thought", "divergence", "repetition", "clipped"),
 )
 
 log = logging.getLogger(__name__)

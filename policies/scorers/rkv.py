@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvbench.kernels.references import attention_logits, visible, widen
+from kvbench.kernels.references import attention_logits, widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import check_kernel, smooth
 from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.windows import attention_before
 
 AT_ONCE = 2**24  # number of cosines in memory at once
 
@@ -69,11 +70,7 @@ class RKV(Scorer):
         logits = attention_logits(
             queries, observation.keys, observation.params.scaling, observation.params.softcap
         ).amax(2)
-        older = observation.occupied & ~observation.newest(self.window)
-        seen = (
-            visible(places, observation.positions, observation.params.sliding_window) & older[:, :, None]
-        )  # [B,H,w,T]
-        rows = logits.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)
+        rows = attention_before(logits, places, observation, self.window)
         real = (places >= 0).sum(-1).clamp(min=1)
         return smooth(rows.sum(2) / real[:, None, None], observation, self.window, self.kernel, "max")
 

@@ -1,14 +1,15 @@
 """The classes that stores of codes derive from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from kvbench.policies.checks import choice
 from kvbench.policies.observation import MOVED
+from kvbench.policies.stores.block_layer import BlockLayer
 from kvbench.policies.stores.coding import Coding
-from kvbench.policies.stores.column_layer import ColumnLayer
 from kvbench.policies.stores.key_bias import UnbiasedLayer
+from kvbench.policies.stores.ring_layout import RingLayer
 from kvbench.policies.stores.store import LayerStore
 from kvbench.policies.stores.token_codes import TokenCodeLayer
 
@@ -17,7 +18,7 @@ class Codec(Coding):
     """A store of codes: `encode` and `decode`, and `due` for tokens that are coded together."""
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        layer = ColumnLayer if self.grouped else TokenCodeLayer
+        layer = TokenCodeLayer if not self.grouped else RingLayer if self.most_exact else BlockLayer
         return layer(self, keys, values, statistics, width)
 
 
@@ -28,7 +29,7 @@ class TokenCodec(Codec):
     unbias_keys: keys are coded without the bias of the model's key projection, which is added back when they are read.
     """
 
-    unbias_keys: bool = False
+    unbias_keys: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         choice("unbias_keys", self.unbias_keys, True, False)

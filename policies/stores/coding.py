@@ -5,7 +5,7 @@ Shapes: B sequences (one), H KV heads, n tokens, D head dim, r query rows per KV
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,27 @@ from kvbench.kernels.code_formats import Format
 from kvbench.kernels.group_formats import Form
 from kvbench.policies.observation import Memory, Observation, State
 from kvbench.policies.stores.code_attention import Outliers
-from kvbench.policies.stores.columns import Columns
+from kvbench.policies.stores.code_blocks import Blocks
 from kvbench.policies.stores.store import Store
+
+
+class Grouped(Protocol):
+    """Tokens of which the oldest are codes: `in_codes` of them, of keys and of values.
+
+    notes: data of the codec, [1,H,...] by name.
+    """
+
+    in_codes: list[int]
+    notes: Memory
+
+    def exact_of(self, side: int) -> int:
+        """The number of exact tokens of a side."""
+
+    def oldest(self, side: int, tokens: int) -> Tensor:
+        """The first exact tokens of a side, [1,H,n,D]."""
+
+    def hold(self, side: int, tokens: int, codes: Mapping[str, Tensor]) -> None:
+        """Hold the oldest exact tokens of a side as codes."""
 
 
 class Coding(Store):
@@ -89,20 +108,27 @@ class Coding(Store):
         """A scale of all keys, or values, of the layer, stored in float32; None if there is none."""
         return None
 
+    def limit(self, side: int) -> float | None:
+        """The largest number that codes can hold, if no scale follows the numbers; larger ones are clipped."""
+        return None
+
     def rotation(self, like: Tensor) -> Tensor | None:
         """The orthonormal matrix [D,D] by which vectors are multiplied before they are coded; None: the identity."""
         return None
 
     # --- tokens coded in groups: what differs from KIVI ------------------------------------------------------------
     statistics: ClassVar[tuple[str, ...]] = ()
-    """Statistics of the prompt's tokens that the store itself keeps; `memory` has them once it is complete."""
+    """Statistics of the prompt's tokens that the store itself keeps; `notes` has them once it is complete."""
 
     watches: ClassVar[bool] = False
     """Whether `observe` needs the queries of the prompt."""
 
+    most_traced: ClassVar[int] = 0
+    """Exact tokens that replace some of the codes, at most."""
+
     @property
     def most_exact(self) -> int:
-        """Tokens with an exact key or value during a step, at most; 0: the kernels for GPUs cannot decode."""
+        """Tokens with an exact key or value during a step, at most, if later codes extend earlier ones; 0: blocks."""
         return 0
 
     @property
@@ -110,29 +136,32 @@ class Coding(Store):
         """Why all KV heads must hold equally many tokens; "" if they need not."""
         return ""
 
-    growing: ClassVar[tuple[int | None, int | None]] = (1, 1)
-    """Entries that codes of keys and of values reserve at once; None: later ones do not follow, entry by entry."""
-
     def packed(self, side: int, dim: int) -> Form | None:
-        """The form of the codes, if the kernels for GPUs can read it."""
+        """The form of codes that later ones extend."""
         return None
 
-    def observe(self, memory: Memory, state: State, observation: Observation, prompt: int) -> None:
+    def observe(self, notes: Memory, state: State, observation: Observation, prompt: int) -> None:
         """See a step of a prompt of `prompt` tokens before it evicts, if the codec `watches`.
 
-        memory: of the layer, [1,H,...] by name. state: statistics of its tokens, which are changed in place.
+        notes: of the layer, [1,H,...] by name. state: statistics of its tokens, which are changed in place.
         """
 
-    def flush(self, part: Columns, prompt: bool) -> None:
-        """Code the tokens that are due at the end of a step; prompt: the first time, with the whole prompt exact."""
-        for side, column in enumerate(part.columns):
-            count = self.due(side, column.tail.count)
+    def flush(self, held: Grouped) -> None:
+        """Code the tokens that are due at the end of a step."""
+        for side in range(2):
+            count = self.due(side, held.exact_of(side))
             if count:
-                column.hold(count, self.encode(column.oldest(count), side))
+                held.hold(side, count, self.encode(held.oldest(side, count), side))
 
-    def attended(self, part: Columns, weights: Tensor, positions: Tensor) -> None:
-        """See the attention weights [1,H,r,C] of queries at positions [1,M] while decoding."""
-
-    def traced(self, part: Columns) -> Outliers | None:
+    def traced(self, notes: Memory) -> Outliers | None:
         """Exact tokens that replace some of the codes."""
         return None
+
+    def recode(self, held: Blocks, prompt: bool) -> None:
+        """`flush` of blocks; prompt: the first time, with the whole prompt exact."""
+        count = self.due(0, held.exact)
+        if count:
+            held.hold(count, [self.encode(held.oldest(side, count), side) for side in range(2)])
+
+    def attended(self, held: Blocks, weights: Tensor, positions: Tensor) -> None:
+        """See the attention weights [1,H,r,C] of queries at positions [1,M] to blocks, while decoding."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number, whole_number
-from kvbench.policies.stores.columns import Columns
+from kvbench.policies.stores.code_blocks import Blocks
 from kvbench.policies.stores.kivi import GroupCodec
 from kvbench.policies.stores.quantiser import joined, parted
 
@@ -68,7 +68,6 @@ class Gear(GroupCodec):
     }
     slug_letters: ClassVar[Mapping[str, str]] = {"g": "group", "rank": "rank", "int": "bits"}
     apart = "but gear's value groups span all KV heads"
-    growing = (None, None)
 
     group: int = 128
     rank: int = 2
@@ -143,22 +142,20 @@ class Gear(GroupCodec):
         return x
 
     # --- which tokens are a block -----------------------------------------------------------------------------------
-    def flush(self, part: Columns, prompt: bool) -> None:
-        keys = part.columns[0]
+    def recode(self, held: Blocks, prompt: bool) -> None:
         if self.gear_prompt == "gap":
-            for gaps in range(part.before // self.gap + 1, 0 if prompt else keys.tokens // self.gap + 1):
-                for side, column in enumerate(part.columns):
-                    codes = self.encode(column.view()[:, :, : gaps * self.gap], side)
-                    column.hold(gaps * self.gap - column.coded, codes, again=True)
+            for gaps in range(held.before // self.gap + 1, 0 if prompt else held.tokens // self.gap + 1):
+                codes = [self.encode(held.view(side)[:, :, : gaps * self.gap], side) for side in range(2)]
+                held.hold(gaps * self.gap - held.coded, codes, again=True)
         elif not prompt:
-            while keys.tail.count >= self.gap:
-                super().flush(part, prompt)
-        elif self.gear_prompt == "prefill" and keys.tail.count >= self.group:
-            for side, column in enumerate(part.columns):
-                column.hold(column.tail.count, self.encode(column.tail.view("x"), side))
+            while held.exact >= self.gap:
+                super().recode(held, prompt)
         else:
-            for column in part.columns:
-                column.hold(column.tail.count, {"exact": column.tail.view("x").clone()})
+            exact = [held.oldest(side, held.exact) for side in range(2)]
+            if self.gear_prompt == "prefill" and held.exact >= self.group:
+                held.hold(held.exact, [self.encode(x, side) for side, x in enumerate(exact)])
+            else:
+                held.hold(held.exact, [{"exact": x.clone()} for x in exact])
 
     def due(self, side: int, exact: int) -> int:
         return min(exact, self.gap)

@@ -12,7 +12,6 @@ from kvbench.kernels.group_formats import Form
 from kvbench.policies.checks import whole_number
 from kvbench.policies.stores.codec import Codec
 from kvbench.policies.stores.quantiser import Quantiser
-from kvbench.policies.stores.slots import GROWTH
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,6 @@ class KiviCodes(GroupCodec):
     """Keys in groups of `group` tokens per channel, values in groups of min(group, D) channels per token."""
 
     group: int
-
-    growing = (1, GROWTH)
 
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
         return self.coded(x, side, x.dtype)
@@ -100,7 +97,11 @@ class Kivi(KiviCodes):
 
     @property
     def most_exact(self) -> int:
-        return 0 if self.fp16_arith or self.residual == 0 else self.residual + 1
+        return self.residual + 1 if self.residual else self.group
+
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        return self.residual > 0 and not self.fp16_arith
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,6 @@ class Kcvc(GroupCodec):
     @property
     def most_exact(self) -> int:
         return 0 if self.group is None else self.residual or self.group
-
-    @property
-    def growing(self) -> tuple[int | None, int | None]:  # type: ignore[override]
-        return (None, None) if self.group is None else (1, 1)
 
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
         return self.by_channel(x, self.group or x.shape[2], x.dtype)

@@ -15,7 +15,7 @@ from kvbench.policies.checks import check_choices, layers_exist, whole_number, w
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.observation import Memory
 from kvbench.policies.stores.code_attention import Outliers
-from kvbench.policies.stores.columns import Columns
+from kvbench.policies.stores.coding import Grouped
 from kvbench.policies.stores.kivi import KiviCodes
 from kvbench.policies.stores.quantiser import NOT_FINITE
 from kvbench.policies.stores.slots import take
@@ -32,7 +32,7 @@ class Pools:
     def __init__(self, ott: "Ott", memory: Memory, keys: Tensor, values: Tensor) -> None:
         self.ott, self.memory, self.fresh = ott, memory, not memory
         if self.fresh:
-            size = (*keys.shape[:2], ott.outliers + (ott.auxiliary if ott.on_evict == "pool" else 0))
+            size = (*keys.shape[:2], ott.most_traced)
             pools = (x.new_zeros(*size, x.shape[-1]) for x in (keys, values))
             slots = torch.full(size, -1, dtype=torch.int32, device=keys.device)
             memory |= zip(POOLS, (*pools, slots, torch.zeros_like(slots[..., 0], dtype=torch.bool)), strict=True)
@@ -195,17 +195,20 @@ class Ott(KiviCodes):
     def most_exact(self) -> int:
         return self.residual + self.group
 
-    def flush(self, part: Columns, prompt: bool) -> None:
-        keys, values = part.columns
-        count = self.due(0, keys.tail.count)
+    @property
+    def most_traced(self) -> int:  # type: ignore[override]
+        return self.outliers and self.outliers + (self.auxiliary if self.on_evict == "pool" else 0)
+
+    def flush(self, held: Grouped) -> None:
+        count = self.due(0, held.exact_of(0))
         if count == 0:
             return
-        tokens = [keys.oldest(count), values.oldest(count)]
+        keys, values = held.oldest(0, count), held.oldest(1, count)
+        tokens = [keys, values]
         if self.outliers:
-            pools = Pools(self, part.memory, tokens[0], tokens[1])
-            tokens = pools.trace(tokens[0], tokens[1], keys.coded)
+            tokens = Pools(self, held.notes, keys, values).trace(keys, values, held.in_codes[0])
         for side, x in enumerate(tokens):
-            part.columns[side].hold(count, self.coded(x, side, keys.dtype))
+            held.hold(side, count, self.coded(x, side, keys.dtype))
 
-    def traced(self, part: Columns) -> Outliers | None:
-        return Outliers(*(part.memory[name] for name in POOLS[:3])) if part.memory else None
+    def traced(self, notes: Memory) -> Outliers | None:
+        return Outliers(*(notes[name] for name in POOLS[:3])) if notes else None

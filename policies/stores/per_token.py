@@ -6,7 +6,7 @@ Shapes: B batch, H KV heads, n tokens, D head dim.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -82,6 +82,9 @@ def half_away(x: Tensor) -> Tensor:
 class LayerScaled(TokenCodec):
     """key_scales, value_scales: one number for each layer, as calibrated for a model; none: 1."""
 
+    largest: ClassVar[float]
+    """The largest number that codes can hold at a scale of 1."""
+
     key_scales: Sequence[float] = ()
     value_scales: Sequence[float] = ()
 
@@ -104,6 +107,9 @@ class LayerScaled(TokenCodec):
     def scale(self, side: int) -> float:
         return (*(self.value_scales if side else self.key_scales), 1.0)[0]
 
+    def limit(self, side: int) -> float:
+        return self.largest * self.scale(side)
+
 
 @dataclass(frozen=True)
 class Fp8(LayerScaled):
@@ -112,10 +118,11 @@ class Fp8(LayerScaled):
         hat(x) = s e4m3(x / s), to the nearest, ties to even, saturating at 448
 
     key_scales, value_scales: s of each layer, the largest number over some texts / 448; none: 1, vLLM's default.
-    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=fp8 (vllm/config/cache.py), TensorRT-LLM's KvCacheConfig(dtype="fp8"), SGLang's
     --kv-cache-dtype fp8_e4m3.
     """
+
+    largest = FP8_MAX
 
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
         return {"codes": to_e4m3(x.float() / self.scale(side))}
@@ -133,7 +140,6 @@ class Fp8PerTokenHead(TokenCodec):
 
         hat(x) = s e4m3(x / s), s = max(max |x| / 448, 1e-6)
 
-    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=fp8_per_token_head (triton_quant_kv).
     """
 
@@ -156,7 +162,6 @@ class Int8(TokenCodec):
         hat(x) = s "round"(x / s), s = max(max |x| / 127, 1e-6), codes from -128 to 127
 
     official: truncate towards zero, as the kernel's conversion to int8 does; else to the nearest, ties to even.
-    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=int8_per_token_head (triton_quant_kv).
     """
 
@@ -190,7 +195,6 @@ class Int4(TokenCodec):
 
     rotate: multiply keys, values and queries by random signs and a Hadamard matrix first, so D is a power of two; the
     output is rotated back. The signs are a constant and not counted.
-    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=int4_per_token_head (triton_quant_kv).
     """
 
@@ -239,10 +243,10 @@ class Nvfp4(LayerScaled):
     group: channels that share a scale; it divides D. four_over_six: scale each block by its largest number / 4
     if that has the smaller squared error (vLLM's nvfp4_4over6). key_scales, value_scales: s of each layer, the
     largest number over some texts / 2688; none: 1.
-    unbias_keys: code keys without the model's bias, which is added back.
     Source: vLLM's kv_cache_dtype=nvfp4 (nvfp4_utils.cuh), TensorRT-LLM's KvCacheConfig(dtype="nvfp4").
     """
 
+    largest = FP8_MAX * E2M1_MAX
     group: int = 16
     four_over_six: bool = False
 

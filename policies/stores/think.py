@@ -13,8 +13,8 @@ from torch import Tensor
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Memory, Observation, State
+from kvbench.policies.stores.code_blocks import Blocks
 from kvbench.policies.stores.codec import Codec
-from kvbench.policies.stores.columns import Columns
 
 SQUARES = "squares"
 
@@ -35,9 +35,13 @@ class ThinK(Codec):
     """
 
     slug_letters: ClassVar[Mapping[str, str]] = {"r": "ratio", "w": "query_window"}
-    kinds: ClassVar[Mapping[str, str]] = {"x": "pruned keys", "channels": "channels", SQUARES: "statistics"}
+    kinds: ClassVar[Mapping[str, str]] = {
+        "x": "pruned keys",
+        "channels": "channels",
+        "whole": "full precision",
+        SQUARES: "statistics",
+    }
     grouped = watches = True
-    growing = (None, None)  # only the prompt is coded
 
     ratio: float = 0.4
     query_window: int = 32
@@ -48,24 +52,23 @@ class ThinK(Codec):
         whole_number("query_window", self.query_window, 1)
         whole_number("residual", self.residual, 0)
 
-    def observe(self, memory: Memory, state: State, observation: Observation, prompt: int) -> None:
+    def observe(self, notes: Memory, state: State, observation: Observation, prompt: int) -> None:
         """Add the squares of the window's queries, summed over them and the group: [1,H,D]."""
         places = observation.query_positions[0]
         window = (places >= max(prompt - self.query_window, 0)) & (places < prompt)
         squares = widen(observation.queries[:, :, window]).square().sum(2)
         squares = squares.unflatten(1, (observation.keys.shape[1], -1)).sum(2)
-        memory[SQUARES] = memory[SQUARES] + squares if memory else squares
+        notes[SQUARES] = notes[SQUARES] + squares if notes else squares
 
-    def flush(self, part: Columns, prompt: bool) -> None:
-        keys = part.columns[0]
-        due = max(keys.tail.count - self.residual, 0)
-        squares = part.memory.pop(SQUARES, None)
+    def recode(self, held: Blocks, prompt: bool) -> None:
+        due, squares = max(held.exact - self.residual, 0), held.notes.pop(SQUARES, None)
         if prompt and due:
-            x = widen(keys.tail.view("x"))
+            x = widen(held.oldest(0, held.exact))
             assert squares is not None or x.is_meta, "the prompt was observed"
             scores = x.square().sum(2) if squares is None else x.square().sum(2) * squares
-            channels = self._chosen(scores)
-            keys.hold(due, {"x": keys.oldest(due).gather(-1, _index(channels, due)), "channels": channels})
+            channels, keys = self._chosen(scores), held.oldest(0, due)
+            pruned = {"x": keys.gather(-1, _index(channels, due)), "channels": channels}
+            held.hold(due, [pruned, {"whole": held.oldest(1, due).clone()}])
 
     def _chosen(self, scores: Tensor) -> Tensor:
         """The channels [1,H,D'] of the highest score [1,H,D], rising; equal scores: the lower channel stays."""
@@ -74,6 +77,8 @@ class ThinK(Codec):
         return order[..., :staying].sort(-1).values.to(torch.int16)
 
     def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
+        if "whole" in codes:
+            return widen(codes["whole"])
         x = widen(codes["x"])
         return x.new_zeros(*x.shape[:3], dim).scatter_(-1, _index(codes["channels"], tokens), x)
 

@@ -21,6 +21,8 @@ from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.slot_store import SIDES, SlotStore
 from kvbench.policies.stores.store import Sizes
 
+EPSILON = torch.finfo(torch.float32).eps
+
 
 class TokenCodeLayer(SlotStore):
     """Slots of exact tokens until the first `settle`, then slots of codes: memory["keys codes"] and so on."""
@@ -31,6 +33,8 @@ class TokenCodeLayer(SlotStore):
         self._like = (keys[:, :, :0].clone(), values[:, :, :0].clone())  # for dtype and shape
         self._scales: list[Tensor] = []
         self._fresh: tuple[Tensor, ...] = ()  # keys, values and positions of the step that is not over yet
+        self.clipped = None if codec.limit(0) is None or keys.is_meta else 0
+        """How many coded numbers of keys and values were beyond the codec's limits; None: it has none."""
 
     @property
     def coded(self) -> bool:
@@ -135,6 +139,7 @@ class TokenCodeLayer(SlotStore):
             del self.memory["positions"]
         keys, values = (self._to_code(x, side, places) for side, x in enumerate(exact))
         self.codec = self.codec.fitted(keys, values, places >= 0)
+        self._count_clipped(keys, values, places)
         self.memory |= encoded(self.codec, keys, 0) | encoded(self.codec, values, 1)
         scales = [scale for scale in map(self.codec.scale, range(2)) if scale is not None]
         self._scales = [torch.full((1,), scale, device=keys.device, dtype=torch.float32) for scale in scales]
@@ -144,10 +149,15 @@ class TokenCodeLayer(SlotStore):
         """What is coded of keys or values x [B,H,n,D] at positions [B,H,n] (-1: of an empty slot)."""
         return x
 
+    def _count_clipped(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        if self.clipped is not None:
+            self.clipped += int(count_clipped(self.codec, keys, values, positions >= 0).sum())
+
     def _encoded(self, keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Tensor]:
         """The tensors of tokens [B,H,n,D] at positions [B,H,n], by name."""
-        tokens = (self._to_code(x, side, positions) for side, x in enumerate((keys, values)))
-        return {name: x for side, own in enumerate(tokens) for name, x in encoded(self.codec, own, side).items()}
+        keys, values = (self._to_code(x, side, positions) for side, x in enumerate((keys, values)))
+        self._count_clipped(keys, values, positions)
+        return encoded(self.codec, keys, 0) | encoded(self.codec, values, 1)
 
     # --- attention --------------------------------------------------------------------------------------------------
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
@@ -203,22 +213,24 @@ def coded(codec: Coding, memory: Mapping[str, Tensor], side: int, dim: int) -> C
 def decode_step(
     codec: Coding, queries: Tensor, new: NewTokens, memory: Mapping[str, Tensor], places: tuple[Tensor, Tensor | None],
     segments: tuple[Tensor, Tensor], most: int, how: AttentionParams, write: bool = True,
+    clipped: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention [B,H_q,1,D] of the newest queries over segments of codes, which new tokens enter if `write`.
 
     memory: flat, [N,...] by name. places: positions of the queries [B,1] and of the slots [N] (None: those of the
-    i-th slot of a segment are i). segments: starts and counts [B,H]; `most` bounds the counts. Nothing waits for a
-    GPU, so that the step can be recorded.
+    i-th slot of a segment are i). segments: starts and counts [B,H]; `most` bounds the counts. clipped [B] int64: the
+    count of numbers beyond the codec's limits, which grows. Nothing waits for a GPU, so that the step can be recorded.
     """
     dims, rotation = (new.keys.shape[-1], new.values.shape[-1]), codec.rotation(queries)
     keys, values = (coded(codec, memory, side, dim) for side, dim in enumerate(dims))
     if keys is None or values is None or not decodes(queries):
-        return decode_step_ref(codec, queries, new, memory, places, segments, most, how, write)
+        return decode_step_ref(codec, queries, new, memory, places, segments, most, how, write, clipped)
     wide, back = queries, None if rotation is None else rotation.mT
     if write and not keys.format.encodes:
-        _append(codec, memory, new, segments[0])
+        _append(codec, memory, new, segments[0], clipped)
     if write and keys.format.encodes:
-        wide, new = append_codes(keys, values, segments[0], new, queries, rotation)
+        counted = None if clipped is None else (clipped, *_limits(codec))
+        wide, new = append_codes(keys, values, segments[0], new, queries, rotation, counted)
     elif rotation is not None:
         wide, *tokens = rotated(rotation, queries, new.keys, new.values)
         new = new._replace(keys=tokens[0], values=tokens[1])
@@ -228,10 +240,11 @@ def decode_step(
 def decode_step_ref(
     codec: Coding, queries: Tensor, new: NewTokens, memory: Mapping[str, Tensor], places: tuple[Tensor, Tensor | None],
     segments: tuple[Tensor, Tensor], most: int, how: AttentionParams, write: bool = True,
+    clipped: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The definition of `decode_step`: dequantize all tokens, put the new ones in their places, attend."""
     if write:
-        _append(codec, memory, new, segments[0])
+        _append(codec, memory, new, segments[0], clipped)
     keys, values = decoded(codec, memory, 0, new.keys), decoded(codec, memory, 1, new.values)
     positions, (starts, counts) = places[1], segments
     if positions is None:
@@ -241,10 +254,30 @@ def decode_step_ref(
     return decode_attention_flat_ref(widen(queries), *stored, *how.for_kernels, new_tokens=new).out.to(queries.dtype)
 
 
-def _append(codec: Coding, memory: Mapping[str, Tensor], new: NewTokens, starts: Tensor) -> None:
+def _append(
+    codec: Coding, memory: Mapping[str, Tensor], new: NewTokens, starts: Tensor, clipped: Tensor | None
+) -> None:
     """Encode new tokens [B,H,1,D] and write them to their slots of flat memory."""
+    if clipped is not None:
+        clipped += count_clipped(codec, new.keys, new.values)
     codes = encoded(codec, new.keys, 0) | encoded(codec, new.values, 1)
     append(memory, codes, starts, new.slots)
+
+
+def count_clipped(codec: Coding, keys: Tensor, values: Tensor, there: Tensor | None = None) -> Tensor:
+    """How many numbers of tokens [B,H,n,D] are beyond the codec's limits, [B]; there [B,H,n]: slots with a token."""
+    beyond = (x.float().abs() > limit for x, limit in zip((keys, values), _limits(codec), strict=True))
+    counts = sum(x.sum(-1) for x in beyond)
+    assert isinstance(counts, Tensor)
+    return (counts if there is None else counts * there).sum((1, 2))
+
+
+def _limits(codec: Coding) -> tuple[float, float]:
+    """The limits of keys and of values; a number at the limit may exceed it by the rounding of its division."""
+    limits = [codec.limit(side) for side in range(2)]
+    assert limits[0] is not None, "the codec counts"
+    assert limits[1] is not None, "the codec counts"
+    return limits[0] * (1 + EPSILON), limits[1] * (1 + EPSILON)
 
 
 def encoded(codec: Coding, x: Tensor, side: int) -> dict[str, Tensor]:

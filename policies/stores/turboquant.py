@@ -74,7 +74,6 @@ class TurboQuant(TokenCodec):
     paper's 2.5 bits are 2, with outliers=0.25, which makes 2.25; 0.5 makes 2.5.
 
     bits: per number, 1 to 8. sketch: of the keys; 2 bytes more. seed: of R and S. outliers: share of the channels.
-    unbias_keys: code keys without the model's bias, which is added back.
     Source: Zandieh et al. 2025, arXiv 2504.19874, algorithms 1 and 2, section 4.3 for outliers. How these are found is
     ours, after QJL (arXiv 2406.03482).
     """

@@ -14,7 +14,7 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Memory, Observation, State
-from kvbench.policies.stores.columns import Columns
+from kvbench.policies.stores.code_blocks import Blocks
 from kvbench.policies.stores.kivi import GroupCodec
 from kvbench.policies.stores.quantiser import Quantiser, joined, pack, parted, unpack
 from kvbench.policies.stores.slots import take
@@ -106,7 +106,6 @@ class ZipCache(GroupCodec):
         PROBING: "positions",
     }
     watches = True
-    growing = (None, None)
 
     k: float = 0.6
     v: float = 0.6
@@ -130,10 +129,10 @@ class ZipCache(GroupCodec):
         return Quantiser(2 * self.bits, self.metadata, self.fp16_arith), self
 
     # --- the prompt -------------------------------------------------------------------------------------------------
-    def observe(self, memory: Memory, state: State, observation: Observation, prompt: int) -> None:
-        if not memory:
-            memory[PROBING] = probes(prompt, self.seed)
-        columns = probe_columns(observation.query_positions[0], memory[PROBING])
+    def observe(self, notes: Memory, state: State, observation: Observation, prompt: int) -> None:
+        if not notes:
+            notes[PROBING] = probes(prompt, self.seed)
+        columns = probe_columns(observation.query_positions[0], notes[PROBING])
         if len(columns):
             chosen = replace(
                 observation,
@@ -152,9 +151,9 @@ class ZipCache(GroupCodec):
         return drawn / later
 
     # --- while decoding ---------------------------------------------------------------------------------------------
-    def attended(self, part: Columns, weights: Tensor, positions: Tensor) -> None:
+    def attended(self, held: Blocks, weights: Tensor, positions: Tensor) -> None:
         """Store the attention that the last query of each gap pays to its tokens, [1,H,n]; -1: not known."""
-        tail = part.columns[0].tail.count
+        tail = held.exact
         if tail < self.gap:
             return
         newest, paid = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
@@ -164,27 +163,29 @@ class ZipCache(GroupCodec):
             if len(query):  # else it was part of an earlier call of an incomplete prompt
                 gaps.append(paid[:, :, query[0], end - self.gap : end])
         if gaps:
-            part.memory[SALIENCY] = torch.cat(gaps, dim=-1)
+            held.notes[SALIENCY] = torch.cat(gaps, dim=-1)
 
-    def flush(self, part: Columns, prompt: bool) -> None:
-        saliency, probing = (part.memory.pop(name, None) for name in (SALIENCY, PROBING))
+    def recode(self, held: Blocks, prompt: bool) -> None:
+        saliency, probing = (held.notes.pop(name, None) for name in (SALIENCY, PROBING))
         if prompt and saliency is not None:
             saliency = saliency[..., 0]
             assert probing is not None or saliency.is_meta, "the prompt was observed"
             if probing is not None:
-                saliency = self.of_prompt(saliency, part.positions.long(), part.prompt, probing)
+                saliency = self.of_prompt(saliency, held.positions.long(), held.prompt, probing)
         for some in () if saliency is None else (saliency,) if prompt else saliency.split(self.gap, dim=-1):
-            for side, share in enumerate((self.k, self.v)):
-                if side == 1 and prompt and self.v_uses_k_ids_in_prefill:
-                    share = self.k
-                column, new = part.columns[side], lowest(some, share)
-                x = column.oldest(some.shape[-1])
-                if column.runs:  # the tokens quantised before, once more
-                    (run,) = column.runs
-                    before = kinds_of(run.codes.tensors, run.tokens)
-                    new = Kinds(torch.cat([before.low, new.low], dim=-1), before.size + new.size)
-                    x = torch.cat([column.view()[:, :, : run.tokens].to(x.dtype), x], dim=2)
-                column.hold(some.shape[-1], self.mixed(x, new, side), again=True)
+            sides = [self._recoded(held, side, some, prompt) for side in range(2)]
+            held.hold(some.shape[-1], sides, again=True)
+
+    def _recoded(self, held: Blocks, side: int, saliency: Tensor, prompt: bool) -> dict[str, Tensor]:
+        """Codes of all tokens of a side, with the oldest exact ones, whose saliency is [1,H,n]."""
+        follows = side == 1 and prompt and self.v_uses_k_ids_in_prefill
+        kinds = lowest(saliency, self.v if side == 1 and not follows else self.k)
+        x = held.oldest(side, saliency.shape[-1])
+        for block in held.blocks:  # the tokens quantised before, once more
+            before = kinds_of(block.sides[side], block.tokens)
+            kinds = Kinds(torch.cat([before.low, kinds.low], dim=-1), before.size + kinds.size)
+            x = torch.cat([held.view(side)[:, :, : block.tokens].to(x.dtype), x], dim=2)
+        return self.mixed(x, kinds, side)
 
     # --- codes ------------------------------------------------------------------------------------------------------
     def mixed(self, x: Tensor, kinds: Kinds, side: int) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from kvbench.kernels.references import NewTokens
 from kvbench.kernels.tiles import programs_at_once
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.coding import Coding
-from kvbench.policies.stores.group_slots import form_of, group_step, group_step_ref
+from kvbench.policies.stores.group_step import form_of, group_step, group_step_ref
 from kvbench.policies.stores.kivi import Kcvc, Kivi
 from kvbench.policies.stores.ott import Ott
 
@@ -41,10 +41,8 @@ def step(
     for side, start in enumerate(("keys", "values")):
         form, codes = form_of(codec, side, dim), codec.encode(torch.randn(2, 2, SLOTS, dim).to(dtype), side)
         for part, shape in form.shapes.items():
-            own = codes[part].flatten(3)
-            own = torch.nn.functional.pad(own, (0, -own.shape[-1] % form.tokens))
-            memory[f"{start} {part}"] = own.reshape(4 * SLOTS, -1).to(device)
-            assert codes[part].shape[3:] == shape
+            memory[f"{start} {part}"] = codes[part].flatten(0, 2).to(device)
+            assert memory[f"{start} {part}"].shape == (4 * SLOTS // form.tokens, *shape)
     places = codec.most_exact + 3
     ring = Ring(*(torch.randn(2, 2, places, dim).to(device, dtype) for _ in range(2)), torch.randint(
         -1, 300, (2, 2, places), dtype=torch.int32, device="cpu").to(device))  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -20,20 +21,22 @@ from kvbench.policies.stores.token_codes import decode_step, decode_step_ref, en
 from kvbench.policies.stores.turboquant import TurboQuant
 
 STORES: dict[str, tuple[Codec, int]] = {
-    "fp8": (Fp8((0.5,), (2.0,)), 64),
+    "fp8": (Fp8(key_scales=(0.5,), value_scales=(2.0,)), 64),
     "fp8 odd head": (Fp8(), 24),
+    "fp8 clipped": (Fp8(key_scales=(0.005,), value_scales=(0.002,)), 24),
     "fp8 per token": (Fp8PerTokenHead(), 80),
     "int8": (Int8(), 64),
     "int8 truncated": (Int8(official=True), 24),
     "int4": (Int4(), 64),
     "int4 odd head": (Int4(rotate=False), 40),
-    "nvfp4": (Nvfp4((0.5,), (2.0,)), 80),
+    "nvfp4": (Nvfp4(key_scales=(0.5,), value_scales=(2.0,)), 80),
+    "nvfp4 clipped": (Nvfp4(key_scales=(0.001,), value_scales=(0.0002,)), 32),
     "nvfp4 four over six": (Nvfp4(group=8, four_over_six=True), 24),
     "turboquant": (TurboQuant(), 64),
     "turboquant 3 bits odd head": (TurboQuant(bits=3), 20),
     "turboquant 8 bits": (TurboQuant(bits=8), 16),
 }
-FAST = ("fp8", "int4", "nvfp4", "turboquant 3 bits odd head")
+FAST = ("fp8 clipped", "int4", "nvfp4", "turboquant 3 bits odd head")
 
 
 def step(
@@ -55,6 +58,8 @@ def step(
     sinks = torch.randn(1, 6).to(device)
     how = AttentionParams(dim**-0.5, softcap=20.0, sliding_window=60, sinks=sinks)
     run: Any = decode_step_ref if reference else decode_step
+    memory["clipped"] = clipped = torch.tensor([5, 0], device=device)
+    run = partial(run, clipped=None if store.limit(0) is None else clipped)
     with patch.object(token_codes, "programs_at_once", lambda x: programs or programs_at_once(x)):
         return run(store, *call, how, True), memory
 
@@ -69,6 +74,8 @@ def test_the_kernels_attend_to_codes_and_encode_as_the_store_does(name: str, int
     torch.testing.assert_close(out, expected, rtol=4e-3, atol=4e-3)
     for part, x in stored.items():
         assert torch.equal(memory[part].view(torch.uint8), x.view(torch.uint8)), part
+    counted = int(stored["clipped"].sum()) - 5
+    assert counted > 0 if "clipped" in name else counted == 0
 
 
 @pytest.mark.gpu

@@ -44,6 +44,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "critical_h2o": {},
     "critical_leverage": {},
     "p2a_snapkv": {"window": 8},
+    "vase": {"window": 8, "every": 8},
 }
 """Wrappers before scorers that ask for the model's layer, remember or select chunks, and fields that are no preset."""
 EVERY_KIND = [*kinds(), *COMPOSED]

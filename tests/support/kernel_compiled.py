@@ -29,7 +29,7 @@ from kvbench.kernels.tiles import LITTLE
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.codec import Codec
 from kvbench.policies.stores.coding import Coding
-from kvbench.policies.stores.group_slots import form_of, group_step
+from kvbench.policies.stores.group_step import form_of, group_step
 from kvbench.policies.stores.kivi import Kcvc, Kivi
 from kvbench.policies.stores.ott import Ott
 from kvbench.policies.stores.per_token import Fp8, Fp8PerTokenHead, Int4, Int8, Nvfp4
@@ -117,8 +117,10 @@ def decode_codes(store: Codec, dtype: torch.dtype, dim: int) -> None:
     new = drawn(1, H_KV, 1, dim, dtype=dtype)
     token = NewTokens(new, new, torch.zeros(1, H_KV, dtype=torch.int64))
     lengths, params = (how["starts"], how["counts"]), AttentionParams(dim**-0.5)
+    clipped = None if store.limit(0) is None else torch.zeros(1, dtype=torch.int64)
     for places, own in ((how["key_positions"], params), (None, params._replace(softcap=50.0, sliding_window=64))):
-        decode_step(store, how["queries"], token, memory, (how["query_positions"], places), lengths, T, own)
+        call = how["queries"], token, memory, (how["query_positions"], places), lengths, T, own
+        decode_step(store, *call, clipped=clipped)
 
 
 def decode_groups(codec: Coding, dtype: torch.dtype, dim: int) -> None:
@@ -127,8 +129,8 @@ def decode_groups(codec: Coding, dtype: torch.dtype, dim: int) -> None:
     for side, start in enumerate(("keys", "values")):
         form = form_of(codec, side, dim)
         for name, shape in form.shapes.items():
-            width, own = -(-torch.Size(shape).numel() // form.tokens), torch.int32 if name == "words" else metadata
-            memory[f"{start} {name}"] = torch.zeros(H_KV * T, width, dtype=own)
+            own = torch.int32 if name == "words" else metadata
+            memory[f"{start} {name}"] = torch.zeros(H_KV * T // form.tokens, *shape, dtype=own)
     exact, new = drawn(1, H_KV, codec.most_exact, dim, dtype=dtype), drawn(1, H_KV, 1, dim, dtype=dtype)
     ring = Ring(exact, exact, torch.zeros(exact.shape[:3], dtype=torch.int32))
     token, gone = NewTokens(new, new, torch.zeros(1, H_KV, dtype=torch.int64)), torch.zeros(1, H_KV, dtype=torch.int64)

@@ -30,10 +30,19 @@ def evicting() -> list[str]:
 
     GemFilter rewrites the prompt instead; the released D2O never compresses three layers; what protects the prompt
     takes none beyond the budget; what also reads less than it holds has a budget of its own for what it holds; two set
-    their budget by themselves; FINCH in chunks takes no padding; whole pages round the budget; what reads a file,
-    HeadKV aside, is given none here. They have tests of their own.
+    their budget by themselves; FINCH in chunks takes no padding; VaSE's window is longer than the budget; whole pages
+    round it; what reads a file, HeadKV aside, is given none here. They have tests of their own.
     """
-    out = {"d2o_released", "duoattention", "finch_chunks", "pagedeviction", "simlayerkv", *protecting(), *reading()}
+    out = {
+        "d2o_released",
+        "duoattention",
+        "finch_chunks",
+        "pagedeviction",
+        "simlayerkv",
+        "vase",
+        *protecting(),
+        *reading(),
+    }
     out |= {slug for slug in INCOMPLETE if not slug.startswith("headkv")}
     return [slug for slug, config in PRESETS.items() if config.get("scorer") and slug not in out]
 

@@ -76,15 +76,13 @@ class GroupSlots(ABC):
 class Backend(ABC):
     """workspace: bytes of keys, values and attention rows of an eviction in memory at once. growth: how many times as
     large flat memory becomes, at least, when it is full. reserved: number of slots that no sequence has.
-    reads_at_once: the host reads numbers without a wait. reads_groups: it attends to codes of groups. evicts_codes: it
-    evicts from codes of single tokens.
+    reads_at_once: the host reads numbers without a wait. evicts_codes: it evicts from codes of single tokens.
     """
 
     workspace: ClassVar[int]
     growth: ClassVar[float]
     reserved: ClassVar[int]
     reads_at_once: ClassVar[bool]
-    reads_groups: ClassVar[bool]
     evicts_codes: ClassVar[bool]
 
     @abstractmethod

@@ -18,9 +18,10 @@ from kvbench.kernels.references import append, attention_logits, decode_attentio
 from kvbench.policies.mergers.merger import Vectors
 from kvbench.policies.observation import AttentionParams, known_weights
 from kvbench.policies.stores.coding import Coding
+from kvbench.policies.stores.ring_layout import RingLayer
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import padded
-from kvbench.policies.stores.token_codes import TokenCodeLayer, encoded
+from kvbench.policies.stores.token_codes import TokenCodeLayer, count_clipped, encoded
 
 
 class TorchBackend(Backend):
@@ -30,7 +31,6 @@ class TorchBackend(Backend):
     growth = 1.0
     reserved = 0
     reads_at_once = True
-    reads_groups = False
     evicts_codes = True
 
     def __init__(self) -> None:
@@ -44,22 +44,32 @@ class TorchBackend(Backend):
         self._counts, self._positions = lengths["counts"].tolist(), lengths["next"].flatten().tolist()
         for row, own in enumerate(layers):
             for index, layer in enumerate(own):
-                slot_store(layer).used = max(self._counts[index][row])
+                if not isinstance(layer.store, RingLayer):  # which counts its tokens itself
+                    slot_store(layer).used = max(self._counts[index][row])
 
     def attend(
         self, step: LayerStep, memory: FlatMemory, lengths: Mapping[str, Tensor], codec: Coding | None
     ) -> Tensor:
-        index, outs = step.index, []
+        index, outs, new = step.index, [], dict[str, Tensor]()
         if codec is None:
             new = {"keys": step.new.keys, "values": step.new.values}
-        else:
+        elif not codec.grouped:
             new = encoded(codec, step.new.keys, 0) | encoded(codec, step.new.values, 1)
+            if "clipped" in lengths:
+                lengths["clipped"][index] += count_clipped(codec, step.new.keys, step.new.values)
         append(memory.tensors[index], new, lengths["starts"][index], step.new.slots)
         for row, layers in enumerate(self._layers):
             store, here = slot_store(layers[index]), slice(row, row + 1)
             call = step.queries[here], step.positions[here], step.params
+            token = step.new.keys[here], step.new.values[here]
+            out = None
+            if isinstance(store, RingLayer):
+                store.append(*token, step.positions[here])
+                out = store.attend(*call)
             if isinstance(store, TokenCodeLayer):
-                outs.append(store.attend_newest(*call, step.new.keys[here], step.new.values[here]))
+                outs.append(store.attend_newest(*call, *token))
+            elif out is not None:
+                outs.append(out)
             else:
                 outs.append(self._attend_row(index, row, store, *call))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -84,9 +94,6 @@ class TorchBackend(Backend):
         return weigh(weights, store.values)
 
     def end(self) -> None:
-        for layer in (layer for layers in self._layers for layer in layers):
-            if isinstance(layer.store, TokenCodeLayer):
-                layer.store.settle()
         self._weights = {}
 
     def collect_weights(self, memory: FlatMemory, heads: int) -> None:

@@ -18,7 +18,7 @@ from kvbench.kernels.decode import decode_attention_flat
 from kvbench.policies.mergers.merger import Vectors
 from kvbench.policies.observation import known_weights
 from kvbench.policies.stores.coding import Coding
-from kvbench.policies.stores.group_slots import group_step
+from kvbench.policies.stores.group_step import CODED, group_step
 from kvbench.policies.stores.token_codes import decode_step
 
 
@@ -29,7 +29,6 @@ class TritonBackend(Backend):
     growth = 1.5
     reserved = RESERVED
     reads_at_once = False
-    reads_groups = True
     evicts_codes = False
 
     def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: List[List[Layer]]) -> None:
@@ -40,14 +39,16 @@ class TritonBackend(Backend):
     ) -> Tensor:
         index, queries, params = step.index, step.queries, step.params
         places, tensors = (step.positions, memory.positions[index]), memory.tensors[index]
-        segments = lengths["starts"][index], lengths.get("coded", lengths["counts"])[index]
+        segments = lengths["starts"][index], lengths.get(CODED, lengths["counts"])[index]
         if codec is not None and codec.grouped:
             ring = ring_of(lengths, index)
             return group_step(
                 codec, queries, step.new, step.gone, tensors, ring, places, segments, step.longest, params
             )
         if codec is not None:
-            return decode_step(codec, queries, step.new, tensors, places, segments, step.longest, params)
+            clipped = lengths["clipped"][index] if "clipped" in lengths else None
+            call = queries, step.new, tensors, places, segments, step.longest, params
+            return decode_step(codec, *call, clipped=clipped)
         stored = tensors["keys"], tensors["values"], *places, *segments, step.longest
         sums = None if memory.weights is None else memory.weights[index]
         return decode_attention_flat(queries, *stored, *params.for_kernels, sums=sums, new_tokens=step.new).out

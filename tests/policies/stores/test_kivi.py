@@ -1,5 +1,7 @@
 """KIVI: its schedule, its arithmetic, and attention straight from codes."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +13,9 @@ from kvbench.policies.stores.kivi import Kivi
 SMALL = Kivi(group=4, residual=4)
 
 
-def lengths(held: object) -> tuple[int, int, int, int]:
+def lengths(held: Any) -> tuple[int, ...]:
     """Keys quantised and full, values quantised and full."""
-    keys, values = held.parts[0].columns
-    return keys.coded, keys.tail.count, values.coded, values.tail.count
+    return tuple(number for side in range(2) for number in (held.in_codes[side], held.exact_of(side)))
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 import torch
 from kv_stores import attended, feed, stream
 
-from kvbench.policies.stores.column_layer import ColumnLayer
 from kvbench.policies.stores.kivi import Kivi
 from kvbench.policies.stores.ott import Ott
+from kvbench.policies.stores.ring_layout import RingLayer
 
 KEYS = torch.tensor([[[[0.0, 2], [34, 0], [35, 2], [39, -4], [30, 2], [0, 1], [36, 7], [42, -2], [31, 3]]]])
 VALUES = torch.tensor([[[[4.0, 0], [1, 3], [2, -1], [-3, 2], [0, 6], [8, -8], [5, 1], [-1, 1], [2, 2]]]])
@@ -18,10 +18,9 @@ TINY = Ott(group=4, residual=1, outliers=1, auxiliary=1)
 SPLITS = [[1] * 9, [9], [4, 5], [6, 1, 1, 1]]
 
 
-def coded(held: ColumnLayer, side: int) -> Any:
+def coded(held: RingLayer, side: int) -> Any:
     """The tokens that the codes of the first head stand for, without the pools."""
-    (run,) = held.parts[0].columns[side].runs
-    return held.codec.decode(run.codes.some(0, run.codes.count), side, run.tokens, 2).reshape(-1, 2).tolist()
+    return held.dequantised(side, 0, held.in_codes[side])[0, 0].tolist()
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
@@ -31,18 +30,17 @@ def test_the_worked_example_comes_out_to_the_last_digit(splits: list[int]) -> No
     assert keys == [[27, 0], [35, 0], [35, 2], [39, -4], [32, 1], [27, 1], [37, 7], [42, -2]]
     values = coded(held, 1)
     assert values == [[1, 1], [1, 3], [2, -1], [-3, 2], [0, 6], [3, 0], [5, 1], [-1, 1]]
-    assert held.parts[0].memory["pool slots"].tolist() == [[[5, 0]]]
-    assert held.parts[0].memory["frozen"].tolist() == [[False]]
-    assert held.parts[0].memory["pool keys"][0, 0].tolist() == [[0, 1], [0, 2]]
+    assert held.notes["pool slots"].tolist() == [[[5, 0]]]
+    assert held.notes["frozen"].tolist() == [[False]]
+    assert held.notes["pool keys"][0, 0].tolist() == [[0, 1], [0, 2]]
     out = attended(held, QUERY, 8)[0, 0, 0]
     torch.testing.assert_close(out, torch.tensor([1.975720, 1.507370]), rtol=0, atol=5e-7)
 
 
 def test_the_mean_of_the_inliers_can_stand_in_instead() -> None:
     held = feed(dataclasses.replace(TINY, fill="inlier_mean"), KEYS[:, :, :5], VALUES[:, :, :5])
-    codes = held.parts[0].columns[0].runs[0].codes
-    torch.testing.assert_close(codes.view("scale")[0, 0, 0], torch.tensor([5 / 3, 2]))
-    assert codes.view("minimum")[0, 0, 0].tolist() == [34, -4]
+    torch.testing.assert_close(held.memory["keys scale"][0, 0, 0], torch.tensor([5 / 3, 2]))
+    assert held.memory["keys minimum"][0, 0, 0].tolist() == [34, -4]
     expected = [[34 + 5 / 3, 0], [34, 0], [34 + 5 / 3, 2], [39, -4]]
     torch.testing.assert_close(torch.tensor(coded(held, 0)), torch.tensor(expected))
 
@@ -55,11 +53,11 @@ def test_pools_freeze_before_the_auxiliary_one_would_overflow(splits: list[int])
     pools = [[2, 0, -1, -1, -1], [2, 5, 0, -1, -1], [2, 5, 0, -1, -1], [12, 2, 0, 5, -1], [12, 17, 0, 5, 2]]
     for groups, slots in enumerate(pools, start=1):
         held = feed(store, keys[:, :, : 4 * groups], keys[:, :, : 4 * groups])
-        assert held.parts[0].memory["pool slots"].tolist() == [[slots]]
-        assert not bool(held.parts[0].memory["frozen"])
+        assert held.notes["pool slots"].tolist() == [[slots]]
+        assert not bool(held.notes["frozen"])
     held = feed(store, keys, keys, splits)
-    assert held.parts[0].memory["pool slots"].tolist() == [[pools[-1]]]
-    assert bool(held.parts[0].memory["frozen"])
+    assert held.notes["pool slots"].tolist() == [[pools[-1]]]
+    assert bool(held.notes["frozen"])
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -69,21 +67,21 @@ def test_with_an_empty_pool_the_codes_are_kivis_on_the_same_schedule(bits: int) 
     kivi = feed(Kivi(bits=bits, group=32, residual=0), keys, values)
     assert torch.equal(ott.keys, kivi.keys)
     assert torch.equal(ott.values, kivi.values)
-    for a, b in zip(ott.parts[0].columns, kivi.parts[0].columns, strict=True):
-        for name in ("words", "scale", "minimum"):
-            assert torch.equal(a.runs[0].codes.view(name), b.runs[0].codes.view(name))
+    assert ott.memory.keys() == kivi.memory.keys()
+    for name, x in ott.memory.items():
+        assert torch.equal(x, kivi.memory[name])
 
 
 def test_the_first_two_layers_trace_nothing() -> None:
     store = Ott(group=32, residual=0)
     keys, values = stream(64)
-    assert [feed(store.for_layer(i), keys, values).parts[0].memory == {} for i in range(4)] == [
+    assert [feed(store.for_layer(i), keys, values).notes == {} for i in range(4)] == [
         True,
         True,
         False,
         False,
     ]
-    assert feed(dataclasses.replace(store, skip_layers=()).for_layer(0), keys, values).parts[0].memory
+    assert feed(dataclasses.replace(store, skip_layers=()).for_layer(0), keys, values).notes
 
 
 @pytest.mark.parametrize("trace", ["smallest", "largest", "random"])
@@ -92,7 +90,7 @@ def test_other_choices_of_exact_tokens_exist_for_comparison(trace: str) -> None:
     held = feed(Ott(group=64, residual=0, outliers=4, trace=trace), keys, values)
     norms = keys.abs().sum(-1)
     order = norms.argsort(-1, descending=trace == "largest")[..., :4]
-    chosen = held.parts[0].memory["pool slots"][..., :4].long().sort(-1).values
+    chosen = held.notes["pool slots"][..., :4].long().sort(-1).values
     assert torch.equal(chosen, order.sort(-1).values) == (trace != "random")
     assert torch.equal(
         held.keys.gather(2, chosen[..., None].expand(-1, -1, -1, 16)),
@@ -102,8 +100,8 @@ def test_other_choices_of_exact_tokens_exist_for_comparison(trace: str) -> None:
 
 def test_heads_trace_own_tokens_unless_shared() -> None:
     keys, values = stream(64, heads=3)
-    own = feed(Ott(group=64, residual=0), keys, values).parts[0].memory["pool slots"][..., :3]
-    shared = feed(Ott(group=64, residual=0, pool_scope="layer"), keys, values).parts[0].memory["pool slots"][..., :3]
+    own = feed(Ott(group=64, residual=0), keys, values).notes["pool slots"][..., :3]
+    shared = feed(Ott(group=64, residual=0, pool_scope="layer"), keys, values).notes["pool slots"][..., :3]
     assert len({tuple(head) for head in own[0].tolist()}) == 3
     assert len({tuple(head) for head in shared[0].tolist()}) == 1
     assert shared[0, 0].tolist() == keys.abs().sum(-1).sum(1)[0].argsort()[:3].tolist()

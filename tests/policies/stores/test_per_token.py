@@ -50,6 +50,23 @@ def test_a_vector_worked_by_hand(store: Codec, x: list[float], view: list[float]
         assert bytes(held.memory["keys codes"].flatten().view(torch.uint8).tolist()).hex() == codes
 
 
+@pytest.mark.parametrize("splits", [None, [20] + [1] * 4])
+@pytest.mark.parametrize(("store", "largest"), [(Fp8, 448), (Nvfp4, 2688)])
+def test_numbers_beyond_a_fixed_scale_are_counted(store: Any, largest: int, splits: list[int] | None) -> None:
+    keys, values = stream(24, heads=3, dim=32, dtype=torch.float32)
+    most = [float(x.abs().max()) for x in (keys, values)]
+    held = feed(store(key_scales=[most[0] / largest], value_scales=[most[1] / largest]), keys, values, splits)
+    assert held.clipped == 0, "calibrated on these numbers"
+    held = feed(store(key_scales=[most[0] / largest / 2], value_scales=[most[1] / largest / 3]), keys, values, splits)
+    assert held.clipped == int((keys.abs() > most[0] / 2).sum() + (values.abs() > most[1] / 3).sum()) > 0
+
+
+def test_scales_that_follow_the_numbers_clip_none() -> None:
+    keys = 1e6 * torch.randn(1, 2, 5, 32)
+    for store in (Fp8PerTokenHead(), Int8(), Int4()):
+        assert feed(store, keys, keys).clipped is None
+
+
 def test_the_zero_point_of_int4_is_hidden_in_its_scale() -> None:
     keys = torch.tensor(INT4_IN).view(1, 1, 1, -1)
     scale = feed(Int4(rotate=False), keys, keys).memory["keys scale"]

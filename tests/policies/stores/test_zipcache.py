@@ -1,12 +1,13 @@
 """ZipCache: saliency from probes, two kinds of tokens, and the whole cache again whenever the gap is full."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from kv_stores import attended, feed, stream
 from torch import Tensor
 
-from kvbench.policies.stores.columns import Column
 from kvbench.policies.stores.zipcache import Kinds, ZipCache, kinds_of, lowest, probes
 
 
@@ -22,9 +23,10 @@ def recovered(x: Tensor, kinds: Kinds, side: int) -> Tensor:
     return store.decode(store.mixed(x, kinds, side), side, *x.shape[2:])
 
 
-def low_tokens(column: Column) -> Tensor:
+def low_tokens(held: Any, side: int) -> Tensor:
     """The coded tokens of fewer bits, bool [1,H,N]."""
-    return kinds_of(column.runs[0].codes.tensors, column.coded).low
+    (block,) = held.blocks.blocks
+    return kinds_of(block.sides[side], block.tokens).low
 
 
 def marked(low: list[bool]) -> Kinds:
@@ -91,8 +93,8 @@ def test_the_prompts_kinds_follow_its_saliency_however_it_came(splits: list[int]
     held = feed(ZipCache(k=0.6, v=0.8), keys, values, splits, queries=queries, prompt=200)
     for head in (0, 1):
         order = np.argsort(slow_saliency(queries, keys, head, 0), kind="stable")
-        for column, count in zip(held.parts[0].columns, (120, 160), strict=True):
-            low = low_tokens(column)[0, head].nonzero()[:, 0].tolist()
+        for side, count in enumerate((120, 160)):
+            low = low_tokens(held, side)[0, head].nonzero()[:, 0].tolist()
             assert low == sorted(order[:count].tolist())
 
 
@@ -106,15 +108,14 @@ def test_new_tokens_stay_exact_until_the_gap_is_full_and_then_everything_is_quan
     seen = held.keys
     attended(held, queries[:, :, 109:110], 109)
     held.settle()
-    for column, share in zip(held.parts[0].columns, (0.6, 0.6), strict=True):
-        assert column.tail.count == 0
-        assert column.runs[0].tokens == 110
+    assert (held.blocks.exact, held.blocks.coded) == (0, 110)
+    for side, share in enumerate((0.6, 0.6)):
         for head in (0, 1):
             logits = seen[0, head] @ queries[0, 2 * head : 2 * head + 2, 109].T / 4
             order = logits.softmax(0).sum(-1)[100:].argsort()
-            low = low_tokens(column)[0, head, 100:].nonzero()[:, 0].tolist()
+            low = low_tokens(held, side)[0, head, 100:].nonzero()[:, 0].tolist()
             assert low == sorted(order[: int(share * 10)].tolist())
-        assert torch.equal(low_tokens(column)[..., :100], low_tokens(before.parts[0].columns[0]))
+        assert torch.equal(low_tokens(held, side)[..., :100], low_tokens(before, 0))
     assert not held.watching
 
 

@@ -1,0 +1,76 @@
+"""EG-ChunkKV: a set worked by hand, and those of the released code."""
+
+from typing import Any
+
+import pytest
+import torch
+from kv_crafted import Crafted, drawn
+from task_data import recorded
+
+from kvbench import make_policy
+from kvbench.errors import ConfigError
+from kvbench.policies.positions import groups
+from kvbench.policies.ranking import Ranking
+from kvbench.policies.selections.entropy_chunks import EntropyChunks
+
+
+def ranked(scores: Any, positions: Any = None) -> Ranking:
+    """One sequence: scores of every KV head, and positions if slots are not in order."""
+    x = torch.tensor(scores, dtype=torch.float64)[None]
+    places = torch.arange(x.shape[2]).expand(x.shape) if positions is None else torch.tensor(positions)[None]
+    return Ranking(x, None, places, torch.zeros(x.shape, dtype=torch.bool), torch.tensor([int(places.max()) + 1]))
+
+
+def chosen(ranking: Ranking, keep: int) -> list[list[int]]:
+    """Positions kept of each head, ascending."""
+    kept = ranking.select(keep)[0]
+    return [sorted(ranking.positions[0, head][kept[head]].tolist()) for head in range(len(kept))]
+
+
+SPIKY = [[0.0, 9, 0, 0, 2, 2, 2, 2, 1, 1, 1, 1.5, 0, 0, 0, 0.1]]
+"""Chunks of 4 with means 2.25, 2, 1.1 and 0.025, entropies 0, 1, nearly 1 and 0: only the first is high and spiky."""
+
+
+def test_a_spiky_chunk_keeps_its_best_and_the_rest_of_it_comes_last() -> None:
+    order = EntropyChunks(length=4, best=1).rank(ranked(SPIKY))
+    assert chosen(order, 1) == [[1]]
+    assert chosen(order, 5) == [[1, 4, 5, 6, 7]]
+    assert chosen(order, 6) == [[1, 4, 5, 6, 7, 11]]
+    assert chosen(order, 14) == [[0, 1, *range(4, 16)]]
+
+
+def test_slots_in_another_order_give_the_same_set() -> None:
+    mixed = torch.randperm(16, generator=torch.Generator().manual_seed(0)).tolist()
+    order = EntropyChunks(length=4, best=1).rank(
+        ranked([[SPIKY[0][p] for p in mixed], [0.0] * 16], [mixed, [*range(16)]])
+    )
+    assert chosen(order, 6) == [[1, 4, 5, 6, 7, 11]] * 2
+
+
+def test_chunks_and_sets_are_those_of_the_released_code() -> None:
+    for case in recorded("additions3/eg_chunkkv.jsonl"):
+        selection = EntropyChunks(length=case["chunk"], best=case["low_entropy_length"])
+        tokens = torch.tensor(case["scores"], dtype=torch.float64).sum(0, keepdim=True)
+        count = tokens.shape[1]
+        chunk = groups(torch.arange(count)[None] // case["chunk"])
+        mean, entropy = selection.statistics(chunk, tokens, torch.ones_like(tokens))
+        chunks = len(case["chunk_score"])
+        assert mean[0, :chunks].tolist() == pytest.approx(case["chunk_score"])
+        assert entropy[0, :chunks].tolist() == pytest.approx(case["chunk_entropy"], abs=1e-9)
+        found = chosen(selection.rank(ranked(case["scores"])), case["budget"])
+        assert found == [case["kept"]] * len(case["scores"])
+
+
+def test_the_wrapper_keeps_the_budget_and_the_window() -> None:
+    queries, keys, values = drawn(60, 4, 2)
+    made = Crafted(make_policy("eg_chunkkv_snapkv", 25, window=8), 4, 2, prompt_length=60)
+    made.call(queries, keys, values)
+    first, second = made.kept()
+    assert first == second
+    assert len(first) == 25
+    assert first[-8:] == tuple(range(52, 60))
+
+
+def test_fewer_tokens_stay_than_a_chunk_has() -> None:
+    with pytest.raises(ConfigError, match=r"best must be fewer tokens than a chunk has \(length=4\), got 4"):
+        EntropyChunks(length=4, best=4)
