@@ -6,7 +6,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from kvbench.cli import main
 from kvbench.plot import cli as plot
 from kvbench.report.html.report import html_report
 from kvbench.report.wandb_logger import WandbLogger
+from kvbench.results import session, summary
 from kvbench.sweeps.jobs import Launcher
 from kvbench.tasks.lm_eval.task import LmEval
 from kvbench.tasks.longbench.metrics import _words_zh
@@ -156,3 +157,18 @@ def test_the_citation_and_the_classifiers_are_those_of_the_package() -> None:
     least, beyond = re.findall(r"3\.(\d+)", PROJECT["requires-python"])
     named = re.findall(r"Python :: 3\.(\d+)", " ".join(PROJECT["classifiers"]))
     assert [*map(int, named)] == [*range(int(least), int(beyond))]
+
+
+def test_without_lm_eval_results_are_made_and_versions_agree_with_those_of_a_machine_that_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("kvbench.results.summary.version", missing)
+    assert len(summary._benchmarks.__wrapped__()) == 32
+    here = session.versions()
+    there = {**here, "packages": {**here["packages"], "lm-eval": None}}
+    assert session.other_versions([there], here) == session.other_versions([here], there) == ""
+    newer = {**here, "packages": {**here["packages"], "lm-eval": "0"}}
+    assert "lm-eval" in session.other_versions([newer], here)
