@@ -3,8 +3,9 @@
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
+from kvbench.cache.budgets import ENDLESS
 from kvbench.cache.group import Kind, kind_of
-from kvbench.cache.joining import ENDLESS, slots_to_grow
+from kvbench.cache.joining import slots_to_grow
 from kvbench.cache.layer import Layer
 from kvbench.cache.memory import slot_store
 from kvbench.cache.sequence import Sequence
