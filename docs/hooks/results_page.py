@@ -193,7 +193,7 @@ def _method(row: Row) -> tuple[str, ...]:
 def track_table(track: str) -> str:
     """The table of a track as HTML, with attributes by which docs/javascripts/filter-tables.js filters its rows."""
     own = [row for row in rows() if row.track == track]
-    own.sort(key=lambda row: (row.model, row.task, row.table, -(row.budget or 1e9), -row.value, row.policy))
+    own.sort(key=lambda row: (row.model, row.task, -(row.budget or 1e9), -row.value, row.policy))
     places, safe = ranks(own), safe_sizes(own)
     lines = [f'<div class="results-table" markdown="0"><table class="results" data-track="{track}">', "<thead><tr>"]
     lines += [f"<th>{name}</th>" for name in COLUMNS]
