@@ -1,8 +1,10 @@
-"""Tables and figures of a result pack, from the runs of `conf/experiment/results/MODEL/*.yaml`.
+"""The tables of a result pack, computed from its samples.csv.gz.
 
-python scripts/result_tables.py RUNS -o results/MODEL. RUNS has a folder for each table. Writes one tidy CSV for each
-table, a policy x task table for RULER, the paired differences to base policies, the decided claims, every example's
-scores (samples.csv.gz) and the figures.
+python scripts/result_tables.py results/MODEL [--runs RUNS]
+
+Writes one tidy CSV for each table, the averages over RULER's tasks, the paired differences to base policies, the
+control experiment, and the decided claims. --runs: first take up the finished runs of RUNS/TABLE/, which replace
+samples of the same table, policy, budget, task and example. `scripts/result_figures.py` draws the figures.
 """
 
 from __future__ import annotations
@@ -10,81 +12,66 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
 import pandas as pd
 import yaml
-from matplotlib.ticker import ScalarFormatter
 
-from kvbench.papers.claims import PAPERS, decide, read_claims
+from kvbench.papers.claims import PAPERS, Claim, Comparison, judge, read_claims
 from kvbench.results.changes import changes
-from kvbench.results.result import Result, load_results
-from kvbench.results.statistics import holm, mean_interval, paired_difference
+from kvbench.results.statistics import (
+    Difference,
+    corrected,
+    holm,
+    mean_interval,
+    paired_difference,
+    stratified_interval,
+)
 from kvbench.results.summary import Outcome
 
-mpl.use("Agg")
-mpl.rcParams["svg.hashsalt"] = "results"
 PAIRS = {  # CAOTE's H2O keeps no recent window
     f"{value}_{base}": "h2o_norecent" if base == "h2o" and value != "ada" else base
     for base in ("snapkv", "h2o", "tova", "roco", "pyramidkv", "knorm", "keydiff", "cake", "kvec")
     for value in ("caote", "fastcaote", "ada")
-} | dict.fromkeys(["chunkkv_snapkv", "critical_snapkv", "defensivekv", "layer_defensivekv"], "snapkv")
-ONCE = {"schedule": "prompt", "block": None, "decode": "grow"}
-ON_NEEDLES = {**ONCE, "task": "niah"}
+} | dict.fromkeys(["cake", "chunkkv_snapkv", "critical_snapkv", "defensivekv", "layer_defensivekv"], "snapkv")
 TASKS = "ruler_niah_multikey_2", "ruler_vt", "ruler_niah_multikey_3"
-CLAIMS = {  # table of runs: claims that its task can decide, and the fields that replace those of the claims
-    "needles": [
-        (
-            ["caote/always-task", "caote/needle-gain", "cake/needle-best", "cake/pyramid-not-better", "d2o/needle",
-             "kvec/needle"],
-            {**ON_NEEDLES, "budget": [512, 1024]},
-        ),
-        (["cake/near-lossless-1024", "kvec/near-full-1024"], {**ON_NEEDLES, "budget": [1024]}),
-        (["today/two-and-a-half-bits"], ON_NEEDLES),
-    ],
-    "ruler": [
-        (names, {**ONCE, "task": task, "task.length": 2048, **budget})
-        for task in TASKS
-        for names, budget in (
-            (
-                ["caote/always-task", "cake/needle-best", "cake/pyramid-not-better", "kvec/needle"],
-                {"budget": [256, 512]},
-            ),
-            (["today/two-and-a-half-bits"], {}),
-        )
-    ],
-    "ruler_1024": [
-        (
-            ["cake/near-lossless-1024", "kvec/near-full-1024"],
-            {**ONCE, "task": TASKS[2], "task.length": 2048, "budget": [1024]},
-        ),
-    ],
-    "ruler_context": [
-        (
-            ["today/kvzip-question-unknown"],
-            {**ONCE, "task": TASKS[0], "task.length": 2048, "budget": [512, 1024], "compress": "context"},
-        ),
-    ],
-    "needles_context": [
-        (["today/kvzip-question-unknown"], {**ON_NEEDLES, "budget": [256, 1024], "compress": "context"}),
-    ],
-}  # fmt: skip
-SHOWN = ["full", "streamingllm", "random", "h2o", "tova", "snapkv", "ada_snapkv", "cake", "expected_attention", "kvec"]
-BYTES = ["full", "fp8", "int8", "nvfp4", "kivi", "turboquant", "snapkv", "kvzip", "kvzip_fp8"]
+ON_RULER = "caote/always-task", "cake/needle-best", "cake/pyramid-not-better", "kvec/needle"
+ON_NEEDLES = (*ON_RULER[:1], "caote/needle-gain", *ON_RULER[1:3], "d2o/needle", "kvec/needle")
+NEAR_FULL = "cake/near-lossless-1024", "kvec/near-full-1024"
+UNKNOWN = "today/kvzip-question-unknown"
+CLAIMS: list[tuple[str, str, tuple[str, ...], list[int | None]]] = [  # table, task, claims, budgets
+    ("needles", "niah", ON_NEEDLES, [512, 1024]),
+    ("needles", "niah", NEAR_FULL, [1024]),
+    *(("ruler", task, ON_RULER, [256, 512]) for task in TASKS),
+    ("ruler_1024", TASKS[2], NEAR_FULL, [1024]),
+    ("ruler_context", TASKS[0], (UNKNOWN,), [512, 1024]),
+    ("needles_context", "niah", (UNKNOWN,), [256, 1024]),
+]
+"""What each table can decide. A claim about every task is decided for each of them."""
 SOLVED = 0.3
 """Tasks of which the full cache solves less show nothing about a policy."""
-MAPS = ["full", "streamingllm", "h2o", "snapkv", "cake", "expected_attention"]
+OFFICIAL = " (official)"
+CONTROL = {  # the control experiment: a score under four allocations of the budget
+    "SnapKV": ("snapkv", "ada_snapkv", "p2a_snapkv", "global_snapkv"),
+    "CAOTE on SnapKV": ("caote_snapkv", "ada_caote_snapkv", "p2a_caote_snapkv", "global_caote_snapkv"),
+    "DefensiveKV": ("defensivekv_alloc_uniform", "defensivekv", "p2a_defensivekv", "layer_defensivekv"),
+}
+CONTROL["DefensiveKV, official"] = tuple(policy + OFFICIAL for policy in CONTROL["DefensiveKV"])
+ALLOCATIONS = "uniform", "AdaKV", "CAKE's", "global"
+OTHERS = "full", "random", "random (recent=32)", "streamingllm"
+KEY = ["table", "policy", "budget", "task", "example"]
 
 
+# --- samples ---------------------------------------------------------------------------------------------------------
 def samples(runs: Path) -> pd.DataFrame:
-    """A row for each example of each run: table, policy, budget, depth, score or NLL, bytes and kept tokens."""
+    """A row for each example of the finished runs in RUNS/TABLE/: scores, bytes, kept tokens, output, prompt hash."""
     rows = []
     for file in sorted(runs.glob("*/*/samples.jsonl")):
-        config = yaml.safe_load((file.parent / "config.yaml").read_text())
-        for line in file.read_text().splitlines():
+        config = yaml.safe_load((file.parent / "config.yaml").read_text(encoding="utf-8"))
+        for line in file.read_text(encoding="utf-8").splitlines():
             sample = json.loads(line)
             if sample["error"]:
                 continue  # such a run has no score
@@ -93,7 +80,7 @@ def samples(runs: Path) -> pd.DataFrame:
             rows.append(
                 {
                     "table": file.parent.parent.name,
-                    "policy": file.parent.name.split("-")[1],  # with its store: snapkv_fp8
+                    "policy": file.parent.name.split("-")[1] + variant(config),  # with its store: snapkv_fp8
                     "budget": config["identity"]["budget"],
                     "task": sample["metadata"].get("task", ""),
                     "example": sample["index"],
@@ -109,14 +96,39 @@ def samples(runs: Path) -> pd.DataFrame:
                     "cut_off": sample.get("finish_reason") == "length",
                     "kv_footprint": sample.get("kv_footprint"),
                     "run_id": file.parent.name,
+                    "prompt_hash": sample["prompt_hash"],
+                    "output": sample["output"],
                 }
             )
     return pd.DataFrame(rows)
 
 
+def variant(config: dict[str, Any]) -> str:
+    """The changed fields of a policy's parts as a remark, such as ` (official)` or ` (recent=32)`."""
+    words = []
+    for name in config["naming"]["changed"]:
+        _, *path = name.split(".")
+        if name.startswith("policy.") and path[0] != "schedule":
+            value = config["identity"]["policy"]
+            for key in path:
+                value = value[key]
+            words.append(path[-1] if value is True else f"{path[-1]}={value}")
+    return f" ({', '.join(words)})" if words else ""
+
+
+def taken_up(known: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
+    """The known samples and the new ones, which replace those of the same example."""
+    both = pd.concat([known, new], ignore_index=True)
+    return both.drop_duplicates(KEY, keep="last").sort_values("table", kind="stable", ignore_index=True)
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
 def summary(found: pd.DataFrame) -> pd.DataFrame:
-    """Mean score (95% interval), bytes and difference to `full` on the same examples, for each run."""
-    rows = []
+    """Mean score (95% interval), bytes and difference to `full` on the same examples, for each run.
+
+    p: of this difference; p_holm: corrected for all rows with the task of the row.
+    """
+    rows, compared = [], {}
     for (task, policy, budget), some in found.groupby(["task", "policy", "budget"], dropna=False, sort=False):
         full = found[(found.policy == "full") & (found.task == task)].set_index("example")
         shared = [example for example in some.example if example in full.index]
@@ -124,6 +136,8 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
         measure = "score" if some.score.notna().any() else "nll"
         interval = mean_interval(some[measure].tolist()) if measure == "score" else None
         less = paired_difference(full.loc[shared, measure].tolist(), own.loc[shared, measure].tolist())
+        if policy != "full" and len(shared) > 1:
+            compared[task, policy, budget] = less
         rows.append(
             {
                 "task": task,
@@ -135,13 +149,21 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
                 "vs_full": less.mean if policy != "full" else None,
                 "vs_full_low": less.low if policy != "full" and len(shared) > 1 else None,
                 "vs_full_high": less.high if policy != "full" and len(shared) > 1 else None,
+                "p": less.p if policy != "full" and len(shared) > 1 else None,
+                "p_holm": None,
                 **(answers(full.loc[shared], own.loc[shared]) if interval else {}),
                 "kept_per_head": some.kept_per_head.mean(),
                 "cache_mib": some.cache_bytes.mean() / 2**20,
                 # of the bytes that full held on the same examples: equal bytes are equal shares
                 "share_of_full": own.loc[shared, "cache_bytes"].sum() / full.loc[shared, "cache_bytes"].sum(),
+                "run_id": some.run_id.iloc[-1],
             }
         )
+    for task in found.task.unique():
+        own_task = corrected({key: one for key, one in compared.items() if key[0] == task})
+        for row in rows:
+            key = row["task"], row["policy"], row["budget"]
+            row["p_holm"] = own_task[key].p if key in own_task else row["p_holm"]
     return pd.DataFrame(rows).sort_values(["task", "budget", "policy"], ignore_index=True)
 
 
@@ -149,8 +171,10 @@ def answers(full: pd.DataFrame, own: pd.DataFrame) -> dict[str, float]:
     """The answers of a policy beside those of `full` to the same examples, as `kvbench results collect` counts them.
 
     lost, gained, tokens_vs_full: see `Changes`. tokens: mean length. cut_off: share that reached max_new_tokens.
-    kv_footprint: entries held, over all fed tokens, as a share of the full cache's.
+    kv_footprint: entries held, over all fed tokens, as a share of the full cache's. Nothing if lengths are unknown.
     """
+    if "tokens" not in own or own.tokens.isna().all() or full.tokens.isna().all():
+        return {}
     found = changes(outcomes(full), outcomes(own))
     return {
         "lost": found.lost.mean if found and found.lost else math.nan,
@@ -164,15 +188,27 @@ def answers(full: pd.DataFrame, own: pd.DataFrame) -> dict[str, float]:
 
 def outcomes(some: pd.DataFrame) -> list[Outcome]:
     """The outcomes of examples, which are the index."""
-    columns = zip(some.index, some.score, some.tokens, some.cut_off, strict=True)
-    return [Outcome(str(example), score, length=length, cut=float(cut)) for example, score, length, cut in columns]
+    columns = zip(some.index, some.score, some.tokens, some.cut_off.astype(float), strict=True)
+    return [Outcome(str(example), score, length=length, cut=cut) for example, score, length, cut in columns]
 
 
 def to_base(found: pd.DataFrame) -> pd.DataFrame:
-    """The difference of each value-aware or per-head policy to its base, on the same examples.
+    """The difference of each value-aware, per-head or per-layer policy to its base, on the same examples.
 
-    Budget `all`: each example's mean over the budgets. p_holm: p corrected for all rows with this budget.
+    Budget `all`: each example's mean over the budgets. Task `all`: the examples of all tasks. p_holm: p corrected for
+    all rows with this task and this budget.
     """
+    tasks = found.task.unique()
+    parts = [("all", found), *((task, found[found.task == task]) for task in tasks if len(tasks) > 1)]
+    rows = [{"task": task, **row} for task, some in parts for row in _to_base(some)]
+    for task, budget in {(row["task"], row["budget"]) for row in rows}:
+        own = [row for row in rows if (row["task"], row["budget"]) == (task, budget)]
+        for row, p in zip(own, holm([row["p"] for row in own]), strict=True):
+            row["p_holm"] = p
+    return pd.DataFrame(rows)
+
+
+def _to_base(found: pd.DataFrame) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     policies = found.assign(example=found.task + " " + found.example.astype(str)).groupby("policy")
     scores = {name: some.pivot(index="example", columns="budget", values="score") for name, some in policies}
@@ -189,191 +225,175 @@ def to_base(found: pd.DataFrame) -> pd.DataFrame:
             means = {"n": len(both), "score": own.mean(), "base_score": other.mean()}
             rows.append({"policy": combined, "base": base, "budget": label, **means})
             rows[-1] |= {"difference": less.mean, "low": less.low, "high": less.high, "p": less.p}
-    overall = [row for row in rows if row["budget"] == "all"]
-    for row, p in zip(overall, holm([row["p"] for row in overall]), strict=True):
-        row["p_holm"] = p
-    return pd.DataFrame(rows)
+    return rows
 
 
-def claims(runs: Path, model: str) -> pd.DataFrame:
-    """The claims of the papers, decided from the needle runs of a model: a row for each comparison."""
-    rows = []
-    known = {table: groups for table, groups in CLAIMS.items() if (runs / table).is_dir()}
-    for table, (names, overrides) in ((table, group) for table, groups in known.items() for group in groups):
-        results = load_results(runs / table)
-        fields = {**overrides, **_task_fields(results[0]), "model": model}
-        claims_of = [claim for paper in PAPERS for claim in read_claims(paper, fields)]
-        for claim in (claim for claim in claims_of if claim.name in names):
-            found = decide(claim, results)
-            first = {"claim": claim.name, "words": f"{claim.claim} ({claim.source})", "verdict": found.verdict}
-            for one in found.comparisons:
-                less = one.difference
-                interval = {"difference": less.mean, "low": less.low, "high": less.high, "n": less.n}
-                rows.append({**first, "table": table, "comparison": one.where, "needed": one.gain, **interval})
-            if not found.comparisons:
-                rows.append({**first, "table": table})
-    return pd.DataFrame(rows)
+def leaderboard(found: pd.DataFrame, control: pd.DataFrame | None) -> pd.DataFrame:
+    """A row for each policy and budget: the mean of the tasks, its difference to `full`, and the score of every task.
 
-
-def _task_fields(run: Result) -> dict[str, Any]:
-    """The fields of the task that a pack's runs share and that differ from the task's file."""
-    return {f"task.{key}": run.identity["task"][key] for key in ("repeats",) if f"task.{key}" in run.naming.changed}
-
-
-def leaderboard(table: pd.DataFrame) -> pd.DataFrame:
-    """A row for each policy and budget: the score of every task, their mean, and the share of the full cache's bytes.
-
-    Only tasks of which the full cache solves 0.3 or more. A policy without one of these tasks has no average and is
-    left out.
+    Only tasks of which the full cache solves 0.3 or more. A policy without one of these tasks is left out. p_holm: p
+    corrected for all rows. Policies without samples here come from the table `control`, which has no bytes.
     """
-    full = table[table.policy == "full"].set_index("task").score
-    solved = table[table.task.isin(full.index[full >= SOLVED])]
-    keys = ["policy", "budget"]
-    scores = solved.pivot_table(index=keys, columns="task", values="score", dropna=False).dropna(how="any")
-    scores.insert(0, "average", scores.mean(axis=1))
-    scores.insert(1, "share_of_full", solved.groupby(keys, dropna=False).share_of_full.mean())
-    scores.insert(2, "n", solved.groupby(keys, dropna=False).n.min())
-    return scores.reset_index().sort_values(["average", "policy"], ascending=[False, True], ignore_index=True)
-
-
-def score_figure(table: pd.DataFrame, x: str, file: Path, title: str, xlabel: str) -> None:
-    """Score (or perplexity) against budget or bytes, a line for each policy."""
-    measure = "score" if "score" in table else "nll"
-    figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
-    for index, (policy, some) in enumerate(table.groupby("policy", sort=False)):
-        some = some.sort_values(x)
-        if policy == "full":
-            axes.axhline(some[measure].iloc[0], color="black", linestyle="--", linewidth=1, label="full")
+    full = found[found.policy == "full"].groupby("task").score.mean()
+    tasks = sorted(full.index[full >= SOLVED])
+    whole = found[found.policy == "full"].set_index(["task", "example"]).score
+    rows, compared = [], {}
+    for (policy, budget), some in found[found.task.isin(tasks)].groupby(["policy", "budget"], dropna=False):
+        groups = {task: own.score.tolist() for task, own in some.groupby("task")}
+        if sorted(groups) != tasks:
             continue
-        marker = "osv^D<>pX*hPd"[index % 13]
-        (line,) = axes.plot(some[x], some[measure], marker=marker, linewidth=1.2, markersize=4, label=policy)
-        if "low" in some:
-            axes.vlines(some[x], some.low, some.high, line.get_color(), linewidth=0.8, alpha=0.35)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel("score (share found)" if measure == "score" else "NLL in nats per token (lower is better)")
-    if measure == "score":
-        axes.set_ylim(-0.03, 1.05)
-    axes.set_title(title, fontsize=9, loc="left")
-    figure.legend(loc="outside right upper", fontsize=7, frameon=False)
-    save(figure, file)
+        interval, means = stratified_interval([*groups.values()]), {k: sum(v) / len(v) for k, v in groups.items()}
+        own = some.set_index(["task", "example"])
+        shared = [key for key in own.index if key in whole.index]
+        if policy != "full":
+            compared[policy, budget] = paired_difference(whole.loc[shared].tolist(), own.score.loc[shared].tolist())
+        held = some.cache_bytes.sum() / found[(found.policy == "full") & found.task.isin(tasks)].cache_bytes.sum()
+        row = {"policy": policy, "budget": budget, "average": sum(means.values()) / len(means)}
+        row |= {"low": interval.low, "high": interval.high, "share_of_full": held}
+        row |= {"cache_mib": some.cache_bytes.mean() / 2**20, "n": min(map(len, groups.values()))}
+        for task, scores in groups.items():
+            ends = mean_interval(scores)
+            row |= {task: means[task], f"{task}_low": ends.low, f"{task}_high": ends.high}
+        rows.append(row)
+    for row in rows:
+        less = corrected(compared).get((row["policy"], row["budget"]))
+        if less is not None:
+            row |= {"vs_full": less.mean, "vs_full_low": less.low, "vs_full_high": less.high, "p_holm": less.p}
+    if control is not None:
+        rows += list(_from_control(control, {(row["policy"], row["budget"]) for row in rows}, tasks))
+    table = pd.DataFrame(rows).sort_values(["average", "policy"], ascending=[False, True], ignore_index=True)
+    first = ["policy", "budget", "average", "low", "high", "vs_full", "vs_full_low", "vs_full_high", "p_holm"]
+    first += ["share_of_full", "cache_mib", "n"]
+    return table[[*first, *(name for name in table.columns if name not in first)]]
 
 
-def leaderboard_figure(table: pd.DataFrame, file: Path, title: str) -> None:
-    """The average of each policy at the largest budget as a bar, its tasks as points, sorted."""
-    own = table[table.budget.isna() | (table.budget == table.budget.max())].reset_index(drop=True)
-    figure, axes = plt.subplots(figsize=(6.4, 0.21 * len(own) + 1), layout="constrained")
-    axes.barh(own.index, own.average, color="lightgrey", label="average")
-    for index, task in enumerate(own.columns[list(own.columns).index("n") + 1 :]):
-        axes.plot(own[task], own.index, "osv^D<>"[index], markersize=4, label=str(task).removeprefix("ruler_"))
-    shares = own.share_of_full.map("{:.0%}".format)
-    axes.set_yticks(own.index, own.policy + ", " + shares, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("score; beside each policy its share of the full cache's bytes", fontsize=8)
-    axes.set_title(title, fontsize=9, loc="left")
-    axes.legend(fontsize=7, loc="lower right")
-    save(figure, file)
+def _from_control(control: pd.DataFrame, known: set[Any], tasks: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of the control experiment that have no samples here."""
+    for _, row in control.iterrows():
+        if (row.policy, row.budget) not in known and pd.notna(row.budget) and row[tasks].notna().all():
+            own = {"policy": row.policy, "budget": row.budget, "average": row["mean"], "n": int(row.n)}
+            columns = [task + end for task in tasks for end in ("", "_low", "_high")]
+            yield own | {"low": row.mean_low, "high": row.mean_high} | {name: row[name] for name in columns}
 
 
-def bytes_figure(scores: pd.DataFrame, likelihoods: pd.DataFrame, file: Path) -> None:
-    """Needles found, and perplexity of a book, against the bytes of the cache."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.4), layout="constrained")
-    for axes, table, measure in ((left, scores, "score"), (right, likelihoods, "nll")):
-        for index, policy in enumerate(BYTES):
-            own = table[table.policy == policy]
-            if not own.empty:
-                values = own[measure] if measure == "score" else own[measure].map(math.exp)
-                axes.plot(own.cache_mib, values, "osv^D<>pX"[index], markersize=6, label=policy)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.set_xlabel("cache held, MiB")
-    left.set_ylabel("needles found")
-    right.set_ylabel("perplexity (lower is better)")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize=7, frameon=False)
-    save(figure, file)
+# --- the control experiment ------------------------------------------------------------------------------------------
+def control(found: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
+    """Do scores or budgets decide? A row for each score and allocation, at every budget with samples of all of them.
+
+    vs_uniform: the difference from the uniform allocation of the same score, paired over all prompts, with Holm's
+    correction over the rows of a budget. known: an earlier table; its budgets stay as they are.
+    """
+    tables = [known]
+    own = found[found.table == "control"]
+    for budget in sorted({*own.budget.dropna()} - {*known.budget.dropna()}):
+        some = own[(own.budget == budget) | own.budget.isna()]
+        scores = {
+            policy: one.set_index(["task", "example"]).score.sort_index() for policy, one in some.groupby("policy")
+        }
+        complete = {name: s for name, s in scores.items() if len({*s.index.get_level_values(0)}) == len(TASKS)}
+        named = [
+            (score, allocation, policy)
+            for score, policies in CONTROL.items()
+            for allocation, policy in zip(ALLOCATIONS, policies, strict=True)
+        ] + [(name, "", name) for name in OTHERS]
+        compared: dict[str, Difference] = {}
+        for score, allocation, policy in named:
+            base = CONTROL[score][0] if allocation not in ("", "uniform") else policy
+            if base != policy and policy in complete and base in complete:
+                both = pd.concat([complete[base], complete[policy]], axis=1).dropna()
+                compared[policy] = paired_difference(both.iloc[:, 0].tolist(), both.iloc[:, 1].tolist())
+        compared = corrected(compared)
+        rows = []
+        for score, allocation, policy in named:
+            if policy not in complete:
+                continue
+            groups = {task: complete[policy].loc[task].tolist() for task in sorted(TASKS)}
+            interval = stratified_interval([*groups.values()])
+            row: dict[str, Any] = {"policy": policy, "score of": score, "allocation": allocation}
+            row["budget"] = None if policy == "full" else budget
+            for task, values in groups.items():
+                ends = mean_interval(values)
+                row |= {task: sum(values) / len(values), f"{task}_low": ends.low, f"{task}_high": ends.high}
+            row |= {"mean": sum(sum(v) / len(v) for v in groups.values()) / len(groups)}
+            row |= {"mean_low": interval.low, "mean_high": interval.high, "n": min(map(len, groups.values()))}
+            row["run_id"] = some[some.policy == policy].run_id.iloc[0]
+            if policy in compared:
+                less = compared[policy]
+                row |= {"vs_uniform": less.mean, "vs_uniform_low": less.low, "vs_uniform_high": less.high}
+                row["p_holm"] = less.p
+            rows.append(row)
+        tables.append(pd.DataFrame(rows, columns=known.columns))
+    return pd.concat([table for table in tables if not table.empty], ignore_index=True)
 
 
-def depth_maps(found: pd.DataFrame, policies: list[str], file: Path) -> None:
-    """For each policy a map of needle depth against budget: the share of needles found."""
-    own = found[found.policy.isin(policies)]
-    budgets = sorted(int(budget) for budget in own.budget.dropna().unique())
-    depths = sorted(own.depth.unique())
-    figure, grid = plt.subplots(1, len(policies), figsize=(1.35 * len(policies) + 0.6, 3), sharey=True)
-    for axes, policy in zip(grid, policies, strict=True):
-        some = own[own.policy == policy]
-        cells = [
-            [some[(some.depth == d) & ((some.budget == b) | some.budget.isna())].score.mean() for b in budgets]
-            for d in depths
-        ]
-        axes.imshow(cells, cmap="viridis", vmin=0, vmax=1, aspect="auto")
-        axes.set_xticks(range(len(budgets)), budgets, rotation=90, fontsize=7)
-        axes.set_title(policy, fontsize=8)
-    grid[0].set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths], fontsize=7)
-    grid[0].set_ylabel("depth of the needle", fontsize=8)
-    figure.supxlabel("budget (tokens per KV head); yellow: found, purple: lost", fontsize=8)
-    figure.tight_layout()
-    save(figure, file)
+# --- claims ----------------------------------------------------------------------------------------------------------
+def claims(found: pd.DataFrame) -> pd.DataFrame:
+    """The claims of the papers, decided from the samples of a model: a row for each comparison, also without runs."""
+    rows: list[dict[str, Any]] = []
+    known = {claim.name: claim for paper in PAPERS for claim in read_claims(paper)}
+    for table, task, names, budgets in CLAIMS:
+        some = found[(found.table == table) & (found.task == task)]
+        for claim in (known[name] for name in names if not some.empty):
+            rows += _decided(replace(claim, runs={**claim.runs, "budget": budgets}), table, some)
+    return pd.DataFrame(rows)
 
 
-def difference_figure(table: pd.DataFrame, file: Path, title: str) -> None:
-    """Differences to the base policy over all budgets, with their intervals."""
-    own = table[table.budget == "all"].reset_index(drop=True)
-    figure, axes = plt.subplots(figsize=(6.4, 0.32 * len(own) + 1.2), layout="constrained")
-    spread = [own.difference - own.low, own.high - own.difference]
-    axes.errorbar(own.difference, own.index, xerr=spread, fmt="o", markersize=4, capsize=2, linewidth=1)
-    axes.axvline(0, color="grey", linewidth=0.8)
-    axes.set_yticks(own.index, own.policy, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("score less the base policy's, same examples and budgets (95% interval)", fontsize=8)
-    axes.set_title(title, fontsize=9, loc="left")
-    save(figure, file)
+def _decided(claim: Claim, table: str, some: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """The rows of a claim on one task. Comparisons without runs are named, and leave it undecided unless it fails."""
+    scores = {key: one.set_index("example").score for key, one in some.groupby(["policy", "budget"], dropna=False)}
+    by_name = {(policy, None if pd.isna(budget) else int(budget)): one for (policy, budget), one in scores.items()}
+    compared, missing = [], []
+    for first, second in claim.plans():
+        budget = f" at {first.budget}" if first.budget else ""
+        where = f"{first.policy} - {second.policy}{budget}"
+        ours, theirs = by_name.get((first.policy, first.budget)), by_name.get((second.policy, second.budget))
+        if ours is None or theirs is None:
+            missing.append(where)
+            continue
+        both = pd.concat([theirs, ours], axis=1).dropna()
+        less = paired_difference(both.iloc[:, 0].tolist(), both.iloc[:, 1].tolist())
+        compared.append(Comparison(where, less, claim.gain))
+    verdict = judge(claim, compared, len(missing))
+    shown = {"claim": claim.name, "words": f"{claim.claim} ({claim.source})", "verdict": verdict.verdict}
+    shown |= {"table": table, "task": some.task.iloc[0]}
+    for one in verdict.comparisons:
+        less = one.difference
+        numbers = {"difference": less.mean, "low": less.low, "high": less.high, "p_holm": one.p, "n": less.n}
+        yield {**shown, "comparison": one.where, "needed": one.gain, **numbers}
+    if compared:
+        yield from ({**shown, "comparison": f"{where}: no run"} for where in missing)
 
 
-def save(figure: plt.Figure, file: Path) -> None:
-    """Write a figure without a date, so that equal runs give equal files."""
-    figure.savefig(file, metadata={"Date": None})
-    plt.close(figure)
+def write(pack: Path, found: pd.DataFrame) -> None:
+    """Write all tables of a pack."""
+    claims(found).round(4).to_csv(pack / "claims.csv", index=False)
+    official = None
+    if (pack / "control.csv").exists():
+        official = control(found, pd.read_csv(pack / "control.csv"))
+        official.to_csv(pack / "control.csv", index=False, float_format="%.4g")
+    for name, some in found[found.table != "control"].groupby("table", sort=False):
+        summary(some).round(4).to_csv(pack / f"{name}.csv", index=False)
+        if name == "ruler" and some.groupby("task").policy.nunique().gt(1).all():
+            leaderboard(some, official).round(4).to_csv(pack / "ruler_average.csv", index=False)
+    for table, file in (("needles", "differences.csv"), ("ruler", "ruler_differences.csv")):
+        own = found[found.table == table]
+        differences = to_base(own[~own.policy.str.contains("(", regex=False)])
+        if not differences.empty:
+            differences.round(4).to_csv(pack / file, index=False)
 
 
 def main() -> None:
-    """Write all tables and figures for which there are runs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("-o", "--output", type=Path, required=True, help="results/MODEL")
+    """Take up runs if any are given, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pack", type=Path, help="results/MODEL")
+    parser.add_argument("--runs", type=Path, help="a folder with a folder of runs for each table")
     given = parser.parse_args()
-    given.output.mkdir(parents=True, exist_ok=True)
-    found = samples(given.runs)
-    found.round(6).to_csv(given.output / "samples.csv.gz", index=False, compression={"method": "gzip", "mtime": 0})
-    claims(given.runs, given.output.name).round(4).to_csv(given.output / "claims.csv", index=False)
-    tables = {str(name): summary(some) for name, some in found.groupby("table", sort=False)}
-    for name, table in tables.items():
-        table.round(4).to_csv(given.output / f"{name}.csv", index=False)
-        if name in ("ruler", "ruler_context"):
-            averages = leaderboard(table)
-            averages.round(4).to_csv(given.output / f"{name}_average.csv", index=False)
-            title = f"RULER, n = {averages.n.min()} per task, {averages.budget.max():.0f} tokens per KV head and layer"
-            leaderboard_figure(averages, given.output / f"{name}_average.svg", title)
-    budget = "budget (tokens per KV head and layer)"
-    if "needles" in tables:
-        needles = found[found.table == "needles"]
-        shown = summary(needles[needles.policy.isin(SHOWN)])
-        title = f"Needles, question in the prompt, n = {int(shown.n.min())}"
-        score_figure(shown, "budget", given.output / "needles.svg", title, budget)
-        depth_maps(needles, MAPS, given.output / "depths.svg")
-        differences = to_base(needles)
-        differences.round(4).to_csv(given.output / "differences.csv", index=False)
-        difference_figure(differences, given.output / "differences.svg", "Value-aware and per-head variants")
-    if "ruler" in tables:
-        differences = to_base(found[found.table == "ruler"])
-        differences.round(4).to_csv(given.output / "ruler_differences.csv", index=False)
-        difference_figure(differences, given.output / "ruler_differences.svg", "Variants of policies on RULER")
-    if "perplexity" in tables:
-        file = given.output / "perplexity.svg"
-        score_figure(tables["perplexity"], "cache_mib", file, "Moby Dick, blocks of 128 tokens", "cache, MiB")
-    if {"needles", "perplexity_stores"} <= tables.keys():
-        bytes_figure(tables["needles"], tables["perplexity_stores"], given.output / "bytes.svg")
+    file = given.pack / "samples.csv.gz"
+    found = pd.read_csv(file)
+    if given.runs:
+        found = taken_up(found, samples(given.runs))
+        found.round(6).to_csv(file, index=False, compression={"method": "gzip", "mtime": 0})
+    write(given.pack, found)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import yaml
 
+import kvbench
 from kvbench.tasks.longbench.metrics import _words_zh
 from kvbench.tasks.needlebench.data import gpt4_encoding
 from kvbench.tasks.ruler.niah import punkt_sentences
@@ -90,3 +92,12 @@ def test_a_task_without_its_extra_names_it(
         ValueError, match=rf" needs {package}, which is not installed: pip install 'kvbench\[{extra}\]'$"
     ):
         use()
+
+
+def test_the_citation_and_the_classifiers_are_those_of_the_package() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["version"], cited["license"]) == (kvbench.__version__, PROJECT["license"])
+    assert cited["authors"] == PROJECT["authors"]
+    least, beyond = re.findall(r"3\.(\d+)", PROJECT["requires-python"])
+    named = re.findall(r"Python :: 3\.(\d+)", " ".join(PROJECT["classifiers"]))
+    assert [*map(int, named)] == [*range(int(least), int(beyond))]

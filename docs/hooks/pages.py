@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages of policies and of the ledger, made at build time from YAML and docstrings."""
+"""MkDocs hooks: pages of policies, of the ledger and of all results, made at build time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import evaluator_tables
 import ledger_pages
 import policy_pages
+import results_page
 from equations import equations, mathjax_files
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -22,6 +23,7 @@ TABLES = {
     "<!-- table: longbench -->": evaluator_tables.longbench,
     "<!-- table: ruler -->": evaluator_tables.ruler,
     "<!-- table: parts -->": policy_pages.parts_table,
+    "<!-- text: safe sizes -->": results_page.counts,
 }
 DOCS = Path(__file__).parents[1]
 RESULTS = DOCS.parent / "results"
@@ -59,7 +61,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def generated() -> Iterator[tuple[str, str]]:
-    """(path, Markdown) of every generated page."""
+    """(path, text) of every generated page, and of the examples of every run in results/."""
+    for run, examples in results_page.samples().items():
+        yield f"all_results/{run}.csv", examples
     yield "policies/index.md", policy_pages.index_page()
     for name in policy_pages.pages():
         yield f"policies/{name}.md", policy_pages.page(name)
@@ -75,6 +79,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     for mark, text in TABLES.items():
         if mark in markdown:
             markdown = markdown.replace(mark, text())
+    markdown = re.sub(r"^<!-- results: (\w+) -->$", lambda m: _track(m.group(1)), markdown, flags=re.MULTILINE)
     return re.sub(r"^```eq\n(.*?)^```$", lambda m: equations(m.group(1)), markdown, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -86,6 +91,10 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
     """The same for pages that are not Markdown, such as 404.html."""
     return output_content.replace(SEARCH, OWN_SEARCH)
+
+
+def _track(name: str) -> str:
+    return f"## {results_page.TRACKS[name]}\n\n{results_page.track_table(name)}"
 
 
 def _picture(name: str) -> str:

@@ -56,7 +56,7 @@ def check_scores(sequences: Iterable[Sequence]) -> None:
 
 
 def audit(sequence: Sequence) -> None:
-    """BudgetError unless every layer holds at most what the policy promises, at valid positions.
+    """BudgetError unless all due evictions were decided and layers hold at most what is promised, at valid positions.
 
     The promise: the layer's budget for every KV head, or for their mean where heads may get different shares; beside
     it, where decoding grows, the decoded tokens.
@@ -66,6 +66,7 @@ def audit(sequence: Sequence) -> None:
         _check_reads(sequence, policy.reader)
     if not policy.evicts or not sequence.started:
         return
+    _check_evictions(sequence)
     kept = [(layer.positions >= 0).sum(-1).cpu().double() for layer in sequence.layers]
     most = torch.cat([heads.mean(-1) if policy.allocator.per_head else heads.amax(-1) for heads in kept])  # [L]
     # An official rounding may be off by up to one token per head in every layer.
@@ -84,6 +85,23 @@ def _check_reads(sequence: Sequence, reader: Reader) -> None:
             raise BudgetError(
                 f"a decoded query read {most} tokens per KV head of sequence {sequence.row} in layer "
                 f"{sequence.names[layer.index]}, {sequence.policy.name} promised at most {promised}"
+            )
+
+
+def _check_evictions(sequence: Sequence) -> None:
+    """BudgetError if the schedule evicts after the newest token, and the policy did not decide about it.
+
+    Where a budget is never exceeded, or none bounds a threshold, the tokens that are held cannot show it.
+    """
+    schedule, seen, prompt = sequence.policy.schedule, sequence.seen, sequence.budgets.prompt
+    if seen <= prompt or not schedule.steps(seen - 1, 1, prompt)[-1].evicts:
+        return
+    for layer in sequence.layers:
+        if layer.opened and layer.decided < seen:
+            raise BudgetError(
+                f"{sequence.policy.name} evicts after every decoded token (decode={schedule.decode}), but in layer "
+                f"{sequence.names[layer.index]} of sequence {sequence.row} it did so last after token {layer.decided} "
+                f"of {seen}"
             )
 
 

@@ -252,7 +252,10 @@ class Table:
         member = self._members[sequence]
         steps, member.steps = member.steps, 0
         member.room -= steps
+        evicts = any(group.has(member.row) for group in self._groups)
         for layer in member.layers if steps else ():
+            if evicts:
+                layer.decided = sequence.seen
             store, grow = slot_store(layer), slots_to_grow(sequence, layer, member.used[layer.index])
             taken = min(steps, grow)
             layer.footprint += decoded(layer.count - layer.short, steps, max(0, grow - 1))

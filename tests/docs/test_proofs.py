@@ -33,7 +33,7 @@ def paragraphs() -> list[tuple[str, str]]:
     found = []
     for page in TOLD:
         comments = re.findall(r"^(?:    )?(?:kvbench|make|python) .* # (.*)$", read(page), re.MULTILINE)
-        text = re.sub(r"^(    |::: |#|\| [\w, ]+ \| (\d+|-) \|).*?$", "", prose(page), flags=re.MULTILINE)
+        text = re.sub(r"^(    |::: |#|\| [\w,()= ]+ \| (\d+|-) \|).*?$", "", prose(page), flags=re.MULTILINE)
         for block in (*re.split(r"\n\s*\n|\n(?=[|-] ?|\d+\. )", text), *comments):
             found.append((str(page.relative_to(ROOT)), re.sub(r"^\d\. ", "", " ".join(block.split()))))
     return found

