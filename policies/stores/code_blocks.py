@@ -1,7 +1,7 @@
 """The layer of codes that later codes do not extend (GEAR, ZipCache, ThinK, KC-VC without groups).
 
-Each block has codes of any shapes, as named tensors. They change between steps, so that no CUDA graph records a step, and
-no table has these layers.
+Each block has codes of any shapes, as named tensors. They change between steps, so that no CUDA graph records a step,
+and no table has these layers.
 """
 
 from collections.abc import Iterator, Mapping
