@@ -27,10 +27,11 @@ from torch import Tensor
 
 from kvbench.cache import attend
 from kvbench.cache.attend import Backend, LayerStep
+from kvbench.cache.budgets import ENDLESS
 from kvbench.cache.device_groups import STATE, bind, note_codes, ring_state, unbind
 from kvbench.cache.footprint import decoded
 from kvbench.cache.group import WINDOW, Group, Kind, groups_of, kind_of
-from kvbench.cache.joining import ENDLESS, format_of, slots_to_grow
+from kvbench.cache.joining import format_of, slots_to_grow
 from kvbench.cache.layer import Layer
 from kvbench.cache.memory import PADDING, FlatMemory, slot_store
 from kvbench.cache.sequence import Sequence
