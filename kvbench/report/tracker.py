@@ -18,8 +18,9 @@ from kvbench.errors import UsageError, from_extra
 from kvbench.results.columns import COLUMNS
 from kvbench.results.definition import folder_identity
 from kvbench.results.labels import compressed, flat, moments, names
+from kvbench.results.loading import read_result
 from kvbench.results.metrics import mean_kept, running
-from kvbench.results.result import Result, Results, read_result
+from kvbench.results.result import Result, Results
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 

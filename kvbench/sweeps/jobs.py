@@ -324,7 +324,7 @@ def wait(out: Path, entries: Sequence[Entry]) -> list[Status]:
 
 def _result(out: Path, status: Status) -> Result | None:
     """The result of a complete run; None, with a message, if its files cannot be read."""
-    from kvbench.results.result import read_result
+    from kvbench.results.loading import read_result
 
     if not status.complete:
         return None

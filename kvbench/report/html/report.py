@@ -34,7 +34,7 @@ def cli(folder: Path, output: Path, **options: Any) -> None:  # noqa: ANN401 - o
     """One HTML page of all runs below FOLDER: tables, figures, examples, caveats."""
     log_to_stderr()
     check_output(output, (".html",))
-    from kvbench.results.result import load_results
+    from kvbench.results.loading import load_results
 
     results = selected(load_results(folder), options)
     nbytes = write_report(results, folder, output)
