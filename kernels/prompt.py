@@ -80,9 +80,21 @@ def masked_attention(
 
 def attention_behind(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
     """`masked_attention` of `columns`, without positions: one small mask for all heads; [B,H_q,M,D] -> [B,H_q,M,D']."""
-    new, slots = queries.shape[2], keys.shape[2]
-    places = torch.arange(slots, device=keys.device)[None]
-    return masked_attention(queries, keys, values, places[:, slots - new :], places[None], scaling, columns=True)
+    batch, heads, new, _ = queries.shape
+    slots, group = keys.shape[2], heads // keys.shape[1]
+    at_once, outs = max(1, PAIRS_AT_ONCE // (batch * heads * slots)), list[Tensor]()
+    for some in queries.split(at_once, dim=2):
+        end = slots - new + sum(out.shape[2] for out in outs) + some.shape[2]
+        mask = _newest_rows(some.shape[2], end, group, queries.device)
+        outs.append(grouped_attention(some, keys[:, :, :end], values[:, :, :end], mask, scaling))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+@lru_cache(maxsize=4)
+def _newest_rows(new: int, slots: int, group: int, device: torch.device) -> Tensor:
+    """The slots that the newest tokens see if the last slots are theirs: bool [1,1,group * new,slots]."""
+    with torch.inference_mode(False):  # it is also used where gradients are computed
+        return torch.ones(new, slots, dtype=torch.bool, device=device).tril(slots - new).repeat(1, 1, group, 1)
 
 
 def _block(

@@ -88,12 +88,12 @@ def attention_logits(
 def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
     """SDPA with a group's query heads as rows of their KV head, so that keys and values are never repeated.
 
-    seen [B,H_kv or 1,M,T]: None if every query sees every slot.
+    seen [B,H_kv or 1,M,T], or [...,G*M,T] for all heads of a group: None if every query sees every slot.
     """
     batch, query_heads, new, dim = queries.shape
     heads = keys.shape[1]
     rows = queries.reshape(batch, heads, query_heads // heads * new, dim)
-    mask = None if seen is None else seen.repeat(1, 1, query_heads // heads, 1)
+    mask = seen if seen is None or seen.shape[2] == rows.shape[2] else seen.repeat(1, 1, query_heads // heads, 1)
     out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
     return out.reshape(batch, query_heads, new, values.shape[-1])  # on a GPU it may be strided
 

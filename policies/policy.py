@@ -151,8 +151,8 @@ class Policy:
 
     @cached_property
     def layers_alike(self) -> bool:
-        """Whether all layers can be rows of one batch if each evicts one token after a decoded one."""
-        return self.evicts and self.schedule.one_each and not (self.needs.kept or self.needs.layer)
+        """Whether layers can evict as rows of one batch: no part uses the index of its layer, or what others kept."""
+        return self.evicts and not (self.needs.kept or self.needs.layer)
 
     @property
     def rates(self) -> bool:

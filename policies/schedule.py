@@ -112,7 +112,9 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class Prompt(Schedule):
-    """Evict at the end of the prompt, layer by layer: peak memory is one layer's full prompt plus what is kept."""
+    """Evict at the end of the prompt. Peak memory: what is kept, and the full prompt of the layers that evict together,
+    which are one layer or as many as fit a workspace (`kvbench.cache.attend`).
+    """
 
     def __str__(self) -> str:
         return "prompt"

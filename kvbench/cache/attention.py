@@ -176,7 +176,7 @@ def _newest_last(step: Step) -> bool:
     held = step.store
     if not (held.slots.packed and held.slots.ascending):
         return False
-    if not held.positions.is_cpu and step.policy.schedule.order == "attend_then_evict":  # without a wait of the host
+    if step.policy.schedule.order == "attend_then_evict":  # nothing was evicted since they were appended
         return True
     last = held.positions[:, :, -step.queries.shape[2] :]
     return last.shape[2] == step.queries.shape[2] and bool((last == step.positions[:, None]).all())

@@ -177,6 +177,7 @@ class KVCache(Cache):
         if self.tables.running:
             attend = self._attend_tables
         out = attend(index, queries, call.new_keys, call.new_values, params)
+        self._evictions.end_layer()
         if index == len(self.attention_layers) - 1 and all(extra.call_is_over for extra in self.extras):
             self.end_call()
         return out

@@ -7,18 +7,27 @@ are in a table, whose groups overwrite the slot of the evicted token (`kvbench.c
 Shapes: H_kv KV heads, T slots, D head dim.
 """
 
+from collections import defaultdict
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 
+import torch
 from torch import Tensor
 
+from kvbench.cache.attend import backend_of
 from kvbench.cache.extra import Extra, When
+from kvbench.cache.group import LazyObservation
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.step import Step
+from kvbench.kernels.references import FEW_QUERIES
+from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.mergers.merger import Eviction
-from kvbench.policies.observation import Observation
+from kvbench.policies.observation import Observation, State, StepCache
 from kvbench.policies.ranking import Ranking
+from kvbench.policies.selections.fair import Fair
 from kvbench.policies.stores.paged import PagedStore
-from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.slot_store import SlotStore, keep_together
+from kvbench.policies.stores.slots import padded, slots_in_order
 from kvbench.policies.stores.store import LayerStore
 
 READ_AT_ONCE = ("cpu",)
@@ -30,6 +39,7 @@ class Evictions:
 
     def __init__(self, extras: List[Extra]) -> None:
         self._extras = extras
+        self._waiting: list[Step] = []  # until other layers can evict with them
         self._delayed: list[Step] = []  # by an extra, until the end of the call
         self._unsettled: list[Step] = []  # evicted, but their queries have not attended yet
 
@@ -39,8 +49,12 @@ class Evictions:
         if when == "end of call":
             self._delayed.append(step)
             return
+        if when == "now" and joins(step):
+            _prepare(step)
+            self._waiting.append(step)
+            return
         if when == "now" and step.observed:
-            evict(step)
+            evict([step])
         if step.policy.schedule.order == "attend_then_evict":
             step.settle()
         else:
@@ -50,6 +64,30 @@ class Evictions:
         """When the eviction of a step is due: the first answer of an extra that is not "now"."""
         return next((when for extra in self._extras if (when := extra.before_eviction(step)) != "now"), "now")
 
+    def end_layer(self) -> None:
+        """Carry out the evictions that wait for other layers if one layer more would not fit the workspace."""
+        if not self._waiting:
+            return
+        layers = {step.layer.index for step in self._waiting}
+        if workspace(self._waiting) * (len(layers) + 1) > len(layers) * backend_of(self._waiting[0].values).workspace:
+            self._evict_waiting()
+
+    def _evict_waiting(self) -> None:
+        """Evict from all layers that wait, as few batches."""
+        due, self._waiting = self._waiting, []
+        known: defaultdict[object, StepCache] = defaultdict(dict)
+        for steps in batches(due):
+            first = steps[0]
+            call = first.policy.granularity, first.span, *(step.layer.index for step in steps)
+            try:
+                evict(steps, {} if first.known is None else known[call])
+            except Exception as error:
+                for sequence in {id(step.sequence): step.sequence for step in steps}.values():
+                    sequence.fail(error)
+        for step in due:
+            if step.sequence.error is None:
+                step.settle()
+
     def end_call(self) -> None:
         """Carry out the evictions that waited for the last layer."""
         due, self._delayed = self._delayed, []
@@ -58,6 +96,7 @@ class Evictions:
                 self.add(step)
             except Exception as error:
                 step.sequence.fail(error)
+        self._evict_waiting()
         due, self._unsettled = self._unsettled, []
         for step in due:
             if step.sequence.error is None:
@@ -69,24 +108,126 @@ class Evictions:
             if step.sequence.error is None:
                 try:
                     if self._when(step) == "now":
-                        evict(step)
+                        evict([step])
                 except Exception as error:
                     step.sequence.fail(error)
                 step.settle()
 
 
-def evict(step: Step) -> None:
-    """Evict down to the budget of a layer."""
-    observe(step)
-    note_decision(step)
-    excess = excess_of(step)
+# --- layers that evict together ------------------------------------------------------------------------------------
+def joins(step: Step) -> bool:
+    """Whether a step may evict as a row of a batch, with other layers: nothing in it is that of a single layer."""
+    policy, needs, call, schedule = step.policy, step.policy.needs, step.params, step.policy.schedule
+    if not (step.observed and step.alone and policy.layers_alike) or policy.pre_pass is not None:
+        return False
+    if isinstance(policy.selection, Fair):  # it reads the queries of every part of a prompt
+        return False
+    if schedule.order != "attend_then_evict" or schedule.rerotate:
+        return False
+    if needs.hidden or needs.memory or policy.merger.merges or type(policy.allocator).heads is not Allocator.heads:
+        return False
+    plain = _plain(step.layer.store) and step.layer.store.slots.bias is None and call.sinks is None
+    return plain and call.latents is None and step.sequence.on_evict is None
+
+
+def _prepare(step: Step) -> None:
+    """What a step needs before it waits: its budget is valid, and the sums over its queries, which are not kept."""
+    excess_of(step)
+    if step.queries.shape[2] > FEW_QUERIES and step.policy.needs.sums is not None:
+        getattr(step.observation, step.policy.needs.sums)()
+
+
+def workspace(steps: List[Step]) -> int:
+    """Bytes of the queries, keys, values and attention rows of steps, counted once for policies of one prompt."""
+    found: dict[object, int] = {}
+    for step in steps:
+        key = step.layer.index, None if step.known is not None else id(step)
+        held, asked = step.layer.store, step.queries if step.window is None else step.window[0]
+        rows = 4 * asked.shape[1] * asked.shape[2] * held.positions.shape[2]
+        found[key] = max(found.get(key, 0), step.queries.nbytes + 2 * (held.keys.nbytes + held.values.nbytes) + rows)
+    return sum(found.values())
+
+
+def batches(steps: List[Step]) -> Iterable[list[Step]]:
+    """Steps of one rule and of equal shapes, which evict as rows of one batch; those of one prompt by sequence."""
+    alike: dict[object, list[Step]] = {}
+    for step in steps:
+        held, sequence, layer = step.layer.store, step.sequence, step.layer
+        assert isinstance(held, SlotStore)
+        tensors = tuple((name, x.shape[1:2] + x.shape[3:], x.dtype, x.device) for name, x in held.memory.items())
+        own = sequence.rule if step.known is None else sequence
+        window = None if step.window is None else step.window[0].shape
+        counts = step.budget, layer.count, held.used, held.slots, sequence.budgets.prompt, sequence.budgets.question
+        key = own, step.policy.schedule, step.span, step.fresh, counts, tensors, window, step.params[:3]
+        alike.setdefault(key, []).append(step)
+    return alike.values()
+
+
+def joined(steps: List[Step], known: StepCache) -> Observation:
+    """One observation of steps of equal shapes, whose sequences [n] are the steps; their windows become views of it.
+
+    known: what was computed for another policy of the same prompt and layers.
+    """
+    first, count = steps[0], len(steps)
+    seen, names = first.observation, set.intersection(*(set(step.observation.known) for step in steps))
+    for name in names - set(known):
+        if all(isinstance(step.observation.known[name], Tensor) for step in steps):
+            known[name] = torch.cat([step.observation.known[name] for step in steps])
+    contents = known if first.fresh and first.known is not None else StepCache()
+    for name in ("keys", "values", "positions"):
+        if name not in contents:
+            parts = [getattr(step.layer.store, name) for step in steps]
+            contents[name] = parts[0].expand(count, -1, -1) if name == "positions" and first.fresh else torch.cat(parts)
+    window = None
+    if seen.window is not None:
+        name = "window", seen.window.queries.shape[2]
+        if name not in contents:
+            contents[name] = torch.cat([step.window[0] for step in steps if step.window is not None])
+        places = torch.cat([step.window[1] for step in steps if step.window is not None])
+        window = seen.window._replace(queries=contents[name], positions=places)
+        for row, step in enumerate(steps):
+            own = contents[name][row : row + 1], places[row : row + 1]
+            step.layer.recent.held, step.layer.recent.borrowed = own, False
+    few = first.queries.shape[2] <= FEW_QUERIES  # more are in no score, apart from the window
+    queries = torch.cat([step.queries if few else step.queries[:, :, :0] for step in steps])
+    info = seen.sequences
+    return LazyObservation(
+        contents.__getitem__,
+        queries=queries,
+        query_positions=first.positions.expand(count, -1),
+        positions=contents["positions"],
+        seen=seen.seen.expand(count),
+        phase=seen.phase,
+        params=seen.params,
+        window=window,
+        slots=seen.slots,
+        sequences=info._replace(
+            opens=info.opens * count,
+            budgets=info.budgets * count,
+            prompts=info.prompts * count,
+            questions=info.questions * count,
+        ),
+        shared=seen.shared,
+        known=known,
+    )
+
+
+# --- one eviction ----------------------------------------------------------------------------------------------------
+def evict(steps: List[Step], known: StepCache | None = None) -> None:
+    """Evict down to the budget of a layer, or of several of equal shapes as rows of one batch."""
+    first, policy = steps[0], steps[0].policy
+    seen = first.observation if len(steps) == 1 else joined(steps, {} if known is None else known)
+    state = observe(steps, seen)
+    for step in steps:
+        note_decision(step)
+    excess = excess_of(first)
     if excess == 0:
         return
-    seen, layer, policy = step.observation, step.layer, step.policy
-    layer.count -= excess
-    ranking = policy.rank(seen, layer.store.state)
-    note_nan(step, ranking)
-    kept = compact(step, ranking, layer.count, excess, seen)
+    for step in steps:
+        step.layer.count -= excess
+    ranking = policy.rank(seen, state)
+    note_nan(steps, ranking)
+    kept = compact(steps, ranking, first.layer.count, excess, seen, state=state)
     if kept is not None and policy.scorer is not None and policy.needs.kept:
         policy.scorer.selected(seen, kept)
 
@@ -104,76 +245,105 @@ def excess_of(step: Step) -> int:
     return beyond if beyond >= least else 0
 
 
-def observe(step: Step) -> None:
-    """Let the scorer update its running statistics and its memory."""
-    policy, held = step.policy, step.layer.store
-    if policy.needs.statistics or policy.needs.memory:
-        seen, state = step.observation, held.state
+def observe(steps: List[Step], seen: Observation) -> State:
+    """Let the scorer update its running statistics and its memory; returns the statistics [n,H_kv,T,G'] by name."""
+    policy, state = steps[0].policy, State()
+    needs = policy.needs
+    if needs.statistics:
+        states = [step.layer.store.state for step in steps]
+        state = {name: padded([own[name] for own in states]) for name in needs.statistics}
+    if needs.statistics or needs.memory:
         policy.observe(seen, state)
-        held.state = state
-        if policy.needs.memory:
-            step.layer.memory |= seen.memory
+        if len(steps) == 1 or excess_of(steps[0]) == 0:  # else, the statistics of kept tokens are written
+            for row, step in enumerate(steps):
+                own = step.layer.store.state
+                for name, x in state.items() if len(steps) > 1 else ():
+                    own[name].copy_(x[row : row + 1])
+                step.layer.store.state = own if len(steps) > 1 else state
+        if needs.memory:
+            steps[0].layer.memory |= seen.memory
+    return state
 
 
-def note_nan(step: Step, ranking: Ranking) -> None:
-    """Note a NaN score. The call continues for the other sequences and ends with an error.
+def note_nan(steps: List[Step], ranking: Ranking) -> None:
+    """Note NaN scores. The call continues for the other sequences and ends with an error.
 
     The host does not wait for a GPU here: flags of a prompt are read at the end of its call, others by the audit.
     """
     later = ranking.scores.device.type not in READ_AT_ONCE
     if not later and not bool(ranking.scores.sum().isnan()):  # a tenth of the time of checking each score
         return
-    sequence, index, flag = step.sequence, step.layer.index, ranking.broken
-    if later:
-        flags = sequence.nan_flags
-        own = flag if step.phase == "prompt" else flag.clone()  # of a block, it is written to
-        flags[index] = flag | flags[index] if index in flags else own
-    elif bool(flag) and sequence.nan_layer is None:
-        sequence.nan_layer = index
+    for step, flag in zip(steps, ranking.broken.split(1), strict=True):
+        sequence, index = step.sequence, step.layer.index
+        if later:
+            flags = sequence.nan_flags
+            own = flag if step.phase == "prompt" else flag.clone()  # of a block, it is written to
+            flags[index] = flag | flags[index] if index in flags else own
+        elif bool(flag) and sequence.nan_layer is None:
+            sequence.nan_layer = index
 
 
 def compact(
-    step: Step,
+    steps: List[Step],
     ranking: Ranking,
     target: int,
     excess: int,
     seen: Observation | None = None,
     per_head: Tensor | None = None,
+    state: State | None = None,
 ) -> Tensor | None:
-    """Evict `excess` tokens per KV head of the step's layer, down to `target`, and free the memory.
+    """Evict `excess` tokens per KV head, down to `target`, from the layer of each step, and free the memory.
 
-    per_head [1,H_kv]: number of slots of each head, if it is known. Returns the kept slots, bool [1,H_kv,T], if the
-    scorer uses them.
+    per_head [1,H_kv]: number of slots of each head of a single layer, if it is known. state: running statistics of
+    several layers. Returns the kept slots, bool [n,H_kv,T], if the scorer uses them.
     """
-    layer, policy, held = step.layer, step.policy, step.layer.store
-    if per_head is None and policy.allocator.per_head and step.phase == "decode":
+    first, policy, spare = steps[0], steps[0].policy, steps[0].spare
+    layer, held = first.layer, first.layer.store
+    if per_head is None and policy.allocator.per_head and first.phase == "decode":
         per_head = ranking.occupied.sum(-1) - excess  # each keeps its share
     elif per_head is None:
         per_head = policy.allocator.heads(layer.index, ranking, [target])
-    if per_head is None and _by_order(step, ranking) and isinstance(held, SlotStore):
-        held.keep_slots(ranking.slots(target), policy.schedule.spare)
-        layer.compacted, layer.count = True, target
+    for step in steps:
+        step.layer.compacted = True
+    if per_head is None and _by_order(first, ranking) and isinstance(held, SlotStore):
+        _keep(steps, ranking.slots(target), seen, state)
+        layer.count = target
         return None
     kept = ranking.select(target if per_head is None else per_head)
-    known = _merge(step, ranking, kept, None if per_head is not None else target, seen)
-    if policy.schedule.rerotate and not (step.phase == "decode" and excess == 1):
+    known = _merge(first, ranking, kept, None if per_head is not None else target, seen)
+    if policy.schedule.rerotate and not (first.phase == "decode" and excess == 1):
         assert seen is not None, "checked when the policy is built"
         close_gaps(held, kept, seen)
-    if step.sequence.on_evict is not None:
-        step.sequence.on_evict(layer, ranking, kept)
+    if len(steps) > 1:
+        in_order = ranking.ascending and ranking.packed
+        _keep(steps, slots_in_order(ranking.positions, kept, target, in_order), seen, state)
+        return kept
+    if first.sequence.on_evict is not None:
+        first.sequence.on_evict(layer, ranking, kept)
     paged = isinstance(held, PagedStore)
     if paged and per_head is not None:  # whole pages may hold fewer tokens than the target
         target = int(per_head.max())
     if known is not None and isinstance(held, SlotStore):
-        slots = held.keep_slots(known, policy.schedule.spare)
+        slots = held.keep_slots(known, spare)
     else:
-        slots = held.keep(kept, policy.schedule.spare, target if per_head is None else None)
-    layer.compacted = True
+        slots = held.keep(kept, spare, target if per_head is None else None)
     # An allocator may give other numbers than the target; the shape has them without a synchronization.
     layer.count = target if policy.allocator.per_head or paged else max(target, slots.shape[-1])
     if layer.ranking is not None:
         layer.ranking = ranking.at(slots, held.positions, held.slots.packed)
     return kept
+
+
+def _keep(steps: List[Step], slots: Tensor, seen: Observation | None, state: State | None) -> None:
+    """Keep the slots [n,H_kv,target] in order of position of plain stores, one for each step."""
+    stores = [step.layer.store for step in steps if isinstance(step.layer.store, SlotStore)]
+    spare = steps[0].spare
+    if len(stores) == 1:
+        stores[0].keep_slots(slots, spare)
+        return
+    assert seen is not None
+    contents = {"keys": seen.keys, "values": seen.values, "positions": seen.positions}
+    keep_together(stores, slots, spare, contents | (state or {}))
 
 
 def _merge(step: Step, ranking: Ranking, kept: Tensor, target: int | None, seen: Observation | None) -> Tensor | None:

@@ -14,11 +14,15 @@ from kvbench.policies.stores.store import LayerStore
 
 
 class RecentQueries:
-    """The newest `window` rotated queries [B,H_q,w,D] and their positions [B,w], oldest first."""
+    """The newest `window` rotated queries [B,H_q,w,D] and their positions [B,w], oldest first.
+
+    borrowed: they are views of the queries of a prompt.
+    """
 
     def __init__(self, window: int) -> None:
         self._window = window
         self.held: tuple[Tensor, Tensor] | None = None
+        self.borrowed = False
 
     @property
     def nbytes(self) -> int:
@@ -38,14 +42,14 @@ class RecentQueries:
             first = max(0, self.held[0].shape[2] + new - window)
             queries = torch.cat([self.held[0][:, :, first:], queries], dim=2)
             positions = torch.cat([self.held[1][:, first:], positions], dim=1)
-        self.held = queries[:, :, -window:], positions[:, -window:]
+        self.held, self.borrowed = (queries[:, :, -window:], positions[:, -window:]), True
         return self.held
 
     def copy(self) -> None:
         """Copy the window, because views keep the queries of a whole prompt in memory."""
-        if self.held is not None:
+        if self.held is not None and self.borrowed:
             queries, positions = (x.clone(memory_format=torch.contiguous_format) for x in self.held)
-            self.held = queries, positions
+            self.held, self.borrowed = (queries, positions), False
 
     def reopen(self, window: int) -> None:
         """Change the length of the window before another prompt."""
@@ -54,6 +58,7 @@ class RecentQueries:
     def limit(self, window: int) -> None:
         """Shorten the window, and drop older queries."""
         if self.held is not None:
+            self.borrowed |= window < self.held[0].shape[2]
             self.held = None if window == 0 else (self.held[0][:, :, -window:], self.held[1][:, -window:])
         self._window = window
 

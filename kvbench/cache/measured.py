@@ -40,7 +40,7 @@ class MeasuredBudgets(Extra):
         alone = step.phase == "decode" and not (isinstance(allocator, JointAllocator) and not allocator.per_head)
         if alone or not isinstance(allocator, StatisticAllocator | JointAllocator):
             return "now"
-        observe(step)
+        observe([step], step.observation)
         note_decision(step)
         if step.span.evicts and (step.phase != "decode" or excess_of(step) > 0):
             self._rank(step, allocator)
@@ -49,7 +49,7 @@ class MeasuredBudgets(Extra):
     def _rank(self, step: Step, allocator: StatisticAllocator | JointAllocator) -> None:
         layer, last = step.layer, step.layer.index == len(step.sequence.layers) - 1
         layer.ranking = step.policy.rank(step.observation, layer.store.state)
-        note_nan(step, layer.ranking)
+        note_nan([step], layer.ranking)
         layer.unsettled = True
         if isinstance(allocator, StatisticAllocator):
             statistic = on_its_way(allocator.measure(step.observation, layer.store.state))
@@ -72,12 +72,12 @@ class MeasuredBudgets(Extra):
 
 def _evict_below(step: Step, allocator: Threshold) -> None:
     """Evict the tokens below a threshold."""
-    observe(step)
+    observe([step], step.observation)
     if not step.span.evicts:
         return
     note_decision(step)
     ranking = step.policy.rank(step.observation, step.layer.store.state)
-    note_nan(step, ranking)
+    note_nan([step], ranking)
     ranking = allocator.marked(ranking)
     _evict_unequally(step, ranking, ranking.protected.sum(-1), step.observation)
 
@@ -87,7 +87,7 @@ def _evict_unequally(step: Step, ranking: Ranking, heads: Tensor, seen: Observat
     evicted = (ranking.occupied.sum(-1) - heads).max()
     longest, total, excess = torch.stack([heads.max(), heads.sum(), evicted]).tolist()
     if excess > 0:
-        compact(step, ranking, longest, excess, seen, per_head=heads)
+        compact([step], ranking, longest, excess, seen, per_head=heads)
         step.layer.short = longest - total / heads.numel()
 
 
@@ -119,7 +119,7 @@ def _compact_to_share(step: Step) -> None:
     excess = layer.count - budget
     if excess > 0:
         ranking = layer.ranking.protecting(*protected_counts(step.policy.scorer, [budget]))
-        compact(step, ranking, budget, excess)
+        compact([step], ranking, budget, excess)
         step.sequence.note_bytes(layer.index)
 
 
@@ -134,7 +134,7 @@ def _compact_jointly(step: Step, allocator: JointAllocator) -> None:
         if allocator.sets_budget:
             _evict_unequally(own, ranking, heads)
         elif excess > 0:
-            compact(own, ranking, budget, excess, per_head=heads)
+            compact([own], ranking, budget, excess, per_head=heads)
         sequence.note_bytes(layer.index)
     _settle_all(step)
 

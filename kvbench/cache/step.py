@@ -83,6 +83,13 @@ class Step:
             return 0
         return budgets.shares[index] if span.phase == "decode" else budgets.within(index, span.end)
 
+    @property
+    def spare(self) -> int:
+        """Slots per KV head to reserve at the step's eviction: for the next block, or while decoding."""
+        if self.prompt_done:
+            return self.policy.schedule.spare
+        return min(self.span.end - self.span.start, self.sequence.budgets.prompt - self.span.end)
+
     # --- latents -----------------------------------------------------------------------------------------------------
     @property
     def attended(self) -> LayerStore:

@@ -7,7 +7,7 @@ and length of every segment.
 Shapes: B sequences, H KV heads, C slots of a segment, N slots of all segments, D head dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Self
 
@@ -338,9 +338,14 @@ class SlotStore(LayerStore):
         assert not self.ragged
         self._store_positions()
         self._move(slots, spare)
-        self.use(slots.shape[2], spare)
-        self._ascending, self._whole, self.free, self.lent = True, False, None, False
+        self.kept(slots.shape[2], spare)
         return slots
+
+    def kept(self, slots: int, spare: int) -> None:
+        """Note that the memory has `slots` kept tokens in order of position, and `spare` empty slots after them."""
+        self.use(slots, spare)
+        self._packed = self._ascending = True
+        self._whole, self.free, self.lent = False, None, False
 
     def replace(self, contents: State, ascending: bool, spare: int = 0) -> None:
         """Replace all tensors by [B,H,n,...] of kept tokens; only the last `spare` slots are empty."""
@@ -370,10 +375,8 @@ class SlotStore(LayerStore):
 
     def _move(self, slots: Tensor, spare: int) -> None:
         """Move slots [B,H,n] to the front, followed by `spare` empty ones."""
-        places = F.pad(slots, (0, spare))  # the spare slots are emptied below
         for name, x in self.memory.items():
-            self.memory[name] = take(x[:, :, : self.used], places)
-            self.memory[name].narrow(2, slots.shape[2], spare).fill_(-1 if name == "positions" else 0)
+            self.memory[name] = _taken(name, x[:, :, : self.used], slots, spare)
 
     # --- segments of different lengths -----------------------------------------------------------------------------
     def _flatten(self, padded: Mapping[str, Tensor], counts: Tensor, spare: int) -> None:
@@ -399,3 +402,23 @@ class SlotStore(LayerStore):
             return None
         stored = self.memory["keys"], self.memory["values"], positions, self.memory["positions"]
         return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *how.for_kernels).out
+
+
+def keep_together(stores: Sequence[SlotStore], slots: Tensor, spare: int, contents: Mapping[str, Tensor]) -> None:
+    """`keep_slots` of n stores of equal shapes, whose tensors become views of one; slots [n,H,k].
+
+    contents: the slots in use of all stores by name, [n,H,C,...].
+    """
+    for name, x in contents.items():
+        whole = _taken(name, x, slots, spare)
+        for row, store in enumerate(stores):
+            store.memory[name] = whole[row : row + 1]
+    for store in stores:
+        store.kept(slots.shape[2], spare)
+
+
+def _taken(name: str, x: Tensor, slots: Tensor, spare: int) -> Tensor:
+    """Slots [B,H,n] of a tensor [B,H,C,...] of a memory, followed by `spare` empty ones."""
+    found = take(x, F.pad(slots, (0, spare)))
+    found.narrow(2, slots.shape[2], spare).fill_(-1 if name == "positions" else 0)
+    return found

@@ -81,11 +81,11 @@ def test_layers_evicted_together_equal_layers_evicted_alone(slug: str, fields: d
     assert_same(together, alone)
 
 
-def test_all_layers_of_a_decoded_token_are_ranked_at_once() -> None:
+def test_all_layers_of_a_prompt_and_of_a_decoded_token_are_ranked_at_once() -> None:
     calls: list[int] = []
     with counted(calls):
         run_greedy(tiny(layers=5), [prompt(70)], policy("h2o"), 4)
-    assert calls == [1] * 5 + [5] * 3  # a prompt layer by layer; the last token is never fed
+    assert calls == [5] * 4  # the last token is never fed
 
 
 def test_the_newest_queries_come_in_order() -> None:

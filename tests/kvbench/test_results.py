@@ -16,8 +16,9 @@ from kvbench.errors import UsageError
 from kvbench.report.table import print_table
 from kvbench.results.__main__ import main
 from kvbench.results.columns import COLUMNS, frame, read_table
+from kvbench.results.loading import load_results, read_result
 from kvbench.results.metrics import metrics
-from kvbench.results.result import Result, Results, load_results, read_result
+from kvbench.results.result import Result, Results
 from kvbench.results.samples import Sample
 
 MIB = 2**20
@@ -82,9 +83,12 @@ score_vs_full_high score_vs_full_p lost lost_low lost_high gained gained_low gai
 lost_of_right_low lost_of_right_high flips length_change length_change_low length_change_high length_ratio cut_vs_full
 cut_vs_full_low cut_vs_full_high looping_vs_full looping_vs_full_low looping_vs_full_high rep_4_vs_full
 rep_4_vs_full_low rep_4_vs_full_high nll nll_low nll_high perplexity nll_vs_full nll_vs_full_low nll_vs_full_high
-nll_vs_full_p perplexity_gap scored_tokens block max_kept_tokens nll_curve official official_intervals kl kl_low
-kl_high kl_over_tokens kl_after_first kl_median kl_p90 kl_p99 kl_p999 kl_max kl_infinite same_top diverged_share
+nll_vs_full_p perplexity_gap scored_tokens block max_kept_tokens nll_curve official official_intervals kl kl_low kl_high
+kl_over_tokens kl_after_first kl_median kl_p90 kl_p99 kl_p999 kl_max kl_infinite same_top diverged_share
 diverged_share_low diverged_share_high first_divergence delta_logprob rms_delta_p compared_tokens left_out
+kept_evidence kept_evidence_low kept_evidence_high kept_evidence_end kept_distractors kept_prompt evidence_lift
+evidence_lift_low evidence_lift_high heads_whole heads_whole_low heads_whole_high evidence_right evidence_missed
+evidence_evicted evidence_right_minus_wrong evidence_right_minus_wrong_low evidence_right_minus_wrong_high
 prompt_tokens generated_tokens cut_share cut_share_low cut_share_high looping_share looping_share_low
 looping_share_high looping_cut_share loop_start rep_4 in_thought clipped pass_at_k kept_tokens cache_bytes
 spare_bytes state_bytes peak_bytes device_peak_bytes full_cache_bytes full_position_bytes cache_share bits_per_number

@@ -175,4 +175,5 @@ def test_a_prompt_is_scored_once_for_all_budgets(slug: str, part: str) -> None:
     with mock.patch(smooth, side_effect=pooling.smooth) as scored:
         rows = DecodeBatch(model).admit(asked(90, 3), policies)
     assert [row.error for row in rows] == [None] * 3
-    assert scored.call_count == model.config.num_hidden_layers
+    layers = model.config.num_hidden_layers
+    assert scored.call_count == (layers if slug == "cake" else 1)  # whose layers are measured one by one

@@ -20,12 +20,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbench.policies.needs import Needs
 from kvbench.policies.scorers.scorer import Scorer
 
 
 @dataclass(frozen=True)
 class Diary(Scorer):
     """Keeps short keys."""
+
+    needs = Needs(layer=True)
 
     def score(self, observation, state):
         if observation.layer == 0:

@@ -11,7 +11,7 @@ from kvbench.cache.attend.torch import TorchBackend
 from kvbench.cache.attend.triton import TritonBackend
 from kvbench.kernels.tiles import use_triton
 
-__all__ = ["Backend", "GroupSlots", "LayerStep", "backend_of"]
+__all__ = ["Backend", "GroupSlots", "LayerStep", "TorchBackend", "TritonBackend", "backend_of"]
 
 
 def backend_of(like: Tensor) -> Backend:
