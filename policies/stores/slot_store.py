@@ -43,12 +43,12 @@ class SlotStore(LayerStore):
     def __init__(
         self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int, ragged: bool = False
     ) -> None:
-        rows, device, wide = keys.shape[:2], keys.device, widen(keys.new_empty(0)).dtype
+        none = keys[:, :, :0, 0]
         self.memory: dict[str, Tensor] = {
-            "keys": keys.new_empty(*rows, 0, keys.shape[-1]),
-            "values": values.new_empty(*rows, 0, values.shape[-1]),
-            "positions": torch.full((*rows, 0), -1, dtype=torch.int32, device=device),
-            **{name: torch.zeros(*rows, 0, width, dtype=wide, device=device) for name in statistics},
+            "keys": keys[:, :, :0],
+            "values": values[:, :, :0],
+            "positions": none.to(torch.int32),
+            **{name: widen(none)[..., None].expand(-1, -1, -1, width) for name in statistics},
         }
         self._statistics, self._ragged = statistics, ragged
         self.starts: Tensor | None = None
