@@ -26,6 +26,7 @@ KINDS = {
     "kl": "divergence from full (KL) against the budget",
     "kl_bytes": "divergence from full against the cache size in bytes",
     "kl_position": "divergence from full by position in the answer",
+    "evidence": "right answers, and whether the evidence of wrong ones is held",
     "layers": "tokens in each layer",
     "all": "all kinds that have data (default if -o is a folder)",
 }

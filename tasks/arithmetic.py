@@ -59,8 +59,10 @@ class Arithmetic(NeedleGrid):
             counts[0], counts[1] = counts[1], counts[0]
         result = counts[0] + counts[1] if operation == "sum" else counts[0] - counts[1]
         values = {"first": keys[0], "sign": OPERATIONS[operation], "second": keys[1]}
+        needles = tuple(self.needle.format(key=key, value=count) for key, count in zip(keys, counts, strict=True))
         return Planted(
-            needles=tuple(self.needle.format(key=key, value=count) for key, count in zip(keys, counts, strict=True)),
+            needles=needles,
+            asked=needles[:2],
             question=self.question.format(**values),
             answer_prefix=self.answer_prefix.format(**values),
             references=(str(result),),

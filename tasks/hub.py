@@ -63,7 +63,7 @@ class HubFile:
             except (OSError, ValueError) as error:  # no network, no such commit, no disk space
                 raise ValueError(f"{self.url} cannot be downloaded ({_cause(error)}): {instead}") from error
         path = Path(found)
-        if self.sha256 is not None and (found_hash := _sha256(path)) != self.sha256:
+        if self.sha256 is not None and (found_hash := sha256_of(path)) != self.sha256:
             raise ValueError(
                 f"{path} is damaged or another file (sha256 {found_hash[:12]}..., expected {self.sha256[:12]}...): "
                 f"delete it, or {instead}"
@@ -88,11 +88,15 @@ def hub_rows(hub: str, subset: str | None, split: str, revision: str | None, nam
     return found
 
 
-def data_file(data_dir: str | None, names: Sequence[str], source: HubFile | None, url: str = "") -> Path:
+def data_file(
+    data_dir: str | None, names: Sequence[str], source: HubFile | None, url: str = "", install: str = ""
+) -> Path:
     """The file in `data_dir` with one of these names ("": `data_dir` itself), or else the file on the Hub.
 
-    url: where it is published, if not on the Hub. Raises ValueError with the next step if neither exists.
+    url: where it is published, if not on the Hub. install: a command that installs a package with the file. Raises
+    ValueError with the next step if neither exists.
     """
+    install = f", or {install}" if install else ""
     url = url if source is None else source.url
     shown = [name for name in names if name]
     if data_dir is not None:
@@ -104,11 +108,14 @@ def data_file(data_dir: str | None, names: Sequence[str], source: HubFile | None
             raise ConfigError("data_dir", data_dir, why=f"has no {' or '.join(shown)}: download {url} and put it there")
         return path
     if source is None:
-        raise ConfigError("data_dir", None, why=f"is not allowed without a source: download {url} and give its folder")
-    return source.fetch(f"download it elsewhere and give data_dir=<folder with {shown[0]}>")
+        raise ConfigError(
+            "data_dir", None, why=f"is not allowed without a source: download {url} and give its folder{install}"
+        )
+    return source.fetch(f"download it elsewhere and give data_dir=<folder with {shown[0]}>{install}")
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

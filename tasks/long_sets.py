@@ -66,6 +66,10 @@ class LongSet(Task):
         """Metadata that the score needs from a row of kvpress's data."""
         return {}
 
+    def column_example(self, row: columns.Row) -> Example:
+        """The example of a row of kvpress's data."""
+        return row.example("{context}{question}", self.max_new_tokens, **self._about(self.of_columns(row)))
+
     @property
     def template(self) -> str:
         """The authors' prompt, with its slots."""
@@ -106,7 +110,7 @@ class LongSet(Task):
         else:
             found = columns.from_files(self.data_dir, (f"{name}.parquet", f"{name}.jsonl", f"{name}/*.parquet"))
         for row in found:
-            yield row.example("{context}{question}", self.max_new_tokens, **self._about(self.of_columns(row)))
+            yield self.column_example(row)
 
 
 def subsets(benchmark: str) -> Mapping[str, Mapping[str, Any]]:

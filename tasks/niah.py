@@ -11,6 +11,7 @@ from itertools import islice
 from typing import ClassVar
 
 from kvbench.errors import ConfigError, choice, number, whole_number
+from kvbench.tasks.evidence import needle_spans, start_of
 from kvbench.tasks.ruler.templates import NOISE
 from kvbench.tasks.scores import contains, needle_words, rouge1_recall
 from kvbench.tasks.task import Example, Task, Tokenizer, counts, is_blank, listed_numbers, question_part, slots
@@ -23,12 +24,16 @@ FRAME = "Read this text and remember what it says.\n\n{context}\n\nQuestion: {qu
 
 @dataclass(frozen=True)
 class Planted:
-    """The needles and the question of one prompt. `needles[0]` is at the example's depth, the others are anywhere."""
+    """The needles and the question of one prompt. `needles[0]` is at the example's depth, the others are anywhere.
+
+    asked: the needles that the answer needs; (): unknown.
+    """
 
     needles: tuple[str, ...]
     question: str
     answer_prefix: str
     references: tuple[str, ...]
+    asked: tuple[str, ...] = ()
     later: tuple[Planted, ...] = ()  # further questions about the same text
 
 
@@ -113,9 +118,11 @@ class NeedleGrid(Task):
         depths = self.places(rng, planted, depth)
         filler = Filler(repeated(text) if text else self._filler(rng))
 
+        def context(size: int) -> str:
+            return hide(planted.needles, depths, filler.first(size))
+
         def prompt(size: int) -> str:
-            context = hide(planted.needles, depths, filler.first(size))
-            return self.frame.format(context=context, question=planted.question)
+            return self.frame.format(context=context(size), question=planted.question)
 
         def tokens(size: int) -> int:
             return len(tokenizer.encode(prompt(size) + planted.answer_prefix))
@@ -135,6 +142,12 @@ class NeedleGrid(Task):
             max_new_tokens=self.max_new_tokens,
             answer_prefix=planted.answer_prefix,
             question=question_part(self.frame, "{question}").format(question=planted.question),
+            spans=needle_spans(
+                context(size),
+                planted.asked,
+                planted.needles,
+                start_of(self.frame, "context", question=planted.question),
+            ),
             metadata={"task": self.name, "length": length, "depth": depth},
         )
         return example if self.dictate_after is None else _dictating(example, self.dictate_after, tokenizer), planted
@@ -152,7 +165,8 @@ def _dictating(example: Example, tokens: int, tokenizer: Tokenizer) -> Example:
     if size < 1 or tokens >= len(read):
         raise ConfigError("dictate_after", tokens, why="leaves no prompt or no text to dictate")
     rest = example.prompt.removeprefix(begins) + example.answer_prefix
-    return replace(example, prompt=begins, question="", answer_prefix="", dictated=rest)
+    spans = {name: tuple(part for part in parts if part[1] <= len(begins)) for name, parts in example.spans.items()}
+    return replace(example, prompt=begins, question="", answer_prefix="", dictated=rest, spans=spans)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +224,9 @@ class Niah(NeedleGrid):
             "number": "number" if single else "numbers",
             "is_are": "is" if single else "are",
         }
-        return Planted((), self.question.format(**filled), self.answer_prefix.format(**filled), tuple(numbers))
+        asked = (self.needle.format(key=keys[i // self.values], value=number) for i, number in enumerate(numbers))
+        question, prefix = self.question.format(**filled), self.answer_prefix.format(**filled)
+        return Planted((), question, prefix, tuple(numbers), tuple(asked))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +254,7 @@ class TextNiah(NeedleGrid):
         """See `NeedleGrid.plant`."""
         if self.answer in text:
             raise ConfigError("data_dir", self.data_dir, why=f"already contains the answer={self.answer!r}")
-        return Planted((self.needle,), self.question, self.answer_prefix, (self.answer,))
+        return Planted((self.needle,), self.question, self.answer_prefix, (self.answer,), (self.needle,))
 
 
 def interleaved(lengths: Sequence[int], depths: Sequence[float]) -> Iterator[tuple[int, float]]:

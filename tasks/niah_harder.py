@@ -68,13 +68,15 @@ class NiahParaphrased(NeedleGrid):
         people = rng.sample(shipped("landmarks.json")["people"], self.people)
         places = rng.sample(places_known(), self.people)
         fact = places[0][self.hops]
-        needles = [
-            self.needle.format(person=person, landmark=landmark)
-            for person, (landmark, *_) in zip(people, places, strict=True)
+        facts = [
+            [
+                self.needle.format(person=person, landmark=landmark),
+                *[f"{landmark[0].upper()}{landmark[1:]} lies in {city}."] * self.stated,
+                *[f"{city} lies in {country}."] * (self.stated and self.hops == 2),
+            ]
+            for person, (landmark, city, country) in zip(people, places, strict=True)
         ]
-        if self.stated:
-            needles += [f"{landmark[0].upper()}{landmark[1:]} lies in {city}." for landmark, city, _ in places]
-            needles += [f"{city} lies in {country}." for _, city, country in places if self.hops == 2]
+        needles = [fact for kind in zip(*facts, strict=True) for fact in kind]
         question = self.question.format(fact=fact)
         shared = content_words(needles[0]) & content_words(question)
         if shared:
@@ -82,7 +84,7 @@ class NiahParaphrased(NeedleGrid):
         known = next((word for word in (*people, *sum(places, ())) if word.lower() in text.lower()), None)
         if known is not None:
             raise ConfigError("data_dir", self.data_dir, why=f"contains {known!r}, which is a part of the needles")
-        return Planted(tuple(needles), question, self.answer_prefix.format(fact=fact), (people[0],))
+        return Planted(tuple(needles), question, self.answer_prefix.format(fact=fact), (people[0],), tuple(facts[0]))
 
     def score(self, output: str, example: Example) -> float:
         """1 if the output names the person, 0 otherwise."""
@@ -129,7 +131,7 @@ class NiahMulti(NeedleGrid):
         names = {"ordinal": ORDINALS[chosen]}
         needles = tuple(self.needle.format(value=value) for value in values)
         question, prefix = self.question.format(**names), self.answer_prefix.format(**names)
-        return Planted(needles, question, prefix, (values[chosen],))
+        return Planted(needles, question, prefix, (values[chosen],), (needles[chosen],))
 
     def places(self, rng: random.Random, planted: Planted, depth: float) -> tuple[float, ...]:
         """See `NeedleGrid.places`: rising depths."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvbench.errors import ConfigError
+from kvbench.tasks.evidence import needle_spans
 from kvbench.tasks.niah import Niah, Planted
 from kvbench.tasks.shared_context import Question, SharedContext
 from kvbench.tasks.task import Example
@@ -29,6 +30,7 @@ class NiahTurns(SharedContext, Niah):
     def _questions(self, example: Example, planted: Planted) -> Iterator[Example]:
         assert self.max_new_tokens is not None, "a needle task has a default"
         about = {"task": self.name, "length": example.metadata["length"]}
+        context = example.prompt.removesuffix(example.question)
         questions = [
             Question(
                 text=example.question.replace(planted.question, one.question),
@@ -36,8 +38,9 @@ class NiahTurns(SharedContext, Niah):
                 references=one.references,
                 most=self.max_new_tokens,
                 prefix=one.answer_prefix,
+                spans=needle_spans(context, one.asked, planted.needles),
                 metadata=about,
             )
             for one in (planted, *planted.later)
         ]
-        yield from self.turns(example.prompt.removesuffix(example.question), "", questions)
+        yield from self.turns(context, "", questions)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvbench.errors import ConfigError, choice
+from kvbench.tasks.evidence import Parts
 from kvbench.tasks.task import Example, FollowUp, Shared, Task
 
 MODES = ("multi_turn", "scdq")
@@ -21,6 +22,7 @@ class Question:
 
     answer: the answer in the history of later turns. most: maximum new tokens. prefix: the beginning of the answer. For
     later turns, `begins` is that beginning in a chat template and `later` the question without one, if they differ.
+    spans: parts of the context by name, see `Example.spans`.
     """
 
     text: str
@@ -30,6 +32,7 @@ class Question:
     prefix: str = ""
     begins: str | None = None
     later: str | None = None
+    spans: Mapping[str, Parts] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -77,6 +80,7 @@ class SharedContext(Task, ABC):
                 max_new_tokens=current.most,
                 answer_prefix=begin.prefix,
                 question=begin.text,
+                spans=current.spans,
                 shared=shared,
                 metadata={**current.metadata, "turn": turn + 1, "groups": ["turn"]},
             )

@@ -98,7 +98,8 @@ class Example:
     of a context and a continuation; the continuation is scored with the context as its prompt.
     question: the end of `prompt` that another question about the same context could replace; the text before it is
     the context. "" if the task does not separate them. shared: set if the question shares a cache with others.
-    spans: parts of the prompt by name, as first and last characters [a, b), whose kept share is recorded.
+    spans: parts of the prompt by name, as first and last characters [a, b), whose kept share is recorded. Policies may
+    use them, except those of `evidence.HIDDEN`.
     sampling: temperature, top_p and top_k of the answer unless the run sets them; None is greedy decoding.
 
     No reference may be empty (`check_references`), because every output contains an empty text; a task without

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -22,7 +22,7 @@ from kvbench.engine.logits import now
 from kvbench.engine.memory import peak, reset_peak
 from kvbench.engine.prompts import blank
 from kvbench.engine.scores import Scores, summary
-from kvbench.engine.sequence import Request, TokenSampler
+from kvbench.engine.sequence import LiveSequence, Request, TokenSampler
 from kvbench.engine.teacher_forcing import policy_for, score_pair, text_scores
 from kvbench.errors import UsageError, one_line
 from kvbench.models.answers import Ending, end_tokens
@@ -32,10 +32,12 @@ from kvbench.models.tokens import Encoder
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.stores.token_codes import TokenCodeLayer
+from kvbench.results.kept import KeptHeads, kept_heads, kept_spans
 from kvbench.results.repetition import repetition
-from kvbench.results.samples import Divergence, KeptHeads, Sample, kept_heads, kept_spans
+from kvbench.results.samples import Divergence, Sample
 from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling
+from kvbench.tasks.evidence import HIDDEN
 
 
 class HistoryError(RuntimeError):
@@ -82,7 +84,7 @@ def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
         dictated=prompt.given or prompt.dictated,
         given=bool(prompt.given),
         example=(run.seed, prompt.draw),
-        parts=tuple(sorted(first for parts in prompt.spans.values() for first, _ in parts)),
+        parts=tuple(sorted(a for name, parts in prompt.spans.items() if name not in HIDDEN for a, _ in parts)),
         protected=tuple(sorted(part for name in task.protects for part in prompt.spans.get(name, ()))),
         target=None if target is None else target[None].to(run.device, torch.long),
         next_turn="own" if prompt.own else None,
@@ -116,10 +118,12 @@ def answered(
     cache: KVCache | PressedCache,
     decode_steps: int,
     compared: Callable[[str], Divergence] | None = None,
+    kept: Mapping[str, Any] | None = None,
 ) -> Sample:
     """The sample of an example with a generated answer, without the fields about the batch in which it was computed.
 
-    compared: makes the divergence of an answer that was fed to the policy; it has no score.
+    kept: see `kept_at_start`, from when the answer began. compared: makes the divergence of an answer that was fed to
+    the policy; it has no score.
     """
     generated = list(tokens[len(prompt.dictated) :])
     ending = _ending(run, prompt)
@@ -137,6 +141,7 @@ def answered(
         decode_steps=decode_steps,
         kept_heads=_kept_heads(run, prompt, cache),
         kept_spans=_kept_spans(run, prompt, cache),
+        **(kept or {}),
     )
 
 
@@ -240,7 +245,20 @@ def _kept_spans(run: Run, prompt: Prompt, cache: KVCache | PressedCache) -> dict
     """The share of the tokens of each named part of the prompt that is held at the end, mean over layers and heads."""
     if not prompt.spans or isinstance(cache, PressedCache) or isinstance(run.policy.pre_pass, PromptChoice):
         return None
-    return kept_spans((layer.positions[0] for layer in cache.attention_layers), prompt.spans)
+    return kept_spans((layer.positions[0] for layer in cache.attention_layers), prompt.spans)[0]
+
+
+def kept_at_start(run: Run, prompt: Prompt, sequence: LiveSequence) -> dict[str, Any]:
+    """The fields of a sample about the parts of a prompt that are held when its answer begins.
+
+    That is before the first token of the answer is fed, or with late=true when the prompt is evicted after it.
+    """
+    if not prompt.spans or sequence.cache is None or isinstance(run.policy.pre_pass, PromptChoice):
+        return {}
+    positions = [layer.positions[0] for layer in sequence.held.layers]
+    whole = {"": ((0, sequence.position - sequence.decode_steps),)}
+    shares, heads = kept_spans(positions, {**whole, **prompt.spans})
+    return {"kept_prompt": shares.pop(""), "kept_spans_start": shares, "heads_whole": {k: heads[k] for k in shares}}
 
 
 def rounded(seconds: float | None) -> float | None:

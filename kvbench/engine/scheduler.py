@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, takewhile
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvbench.engine.answers import (
     FAILURES,
@@ -24,6 +24,7 @@ from kvbench.engine.answers import (
     as_memory_error,
     computed_whole,
     failed,
+    kept_at_start,
     likelihood_of,
     request_for,
     rounded,
@@ -61,6 +62,7 @@ class _InFlight:
     start: float  # of its example for the first of its runs, before the prefill; as in time.monotonic()
     decode_seconds: float = 0.0
     most_in_flight: int = 1  # maximum number of sequences in flight at one time, including itself
+    kept: dict[str, Any] | None = None  # when the answer begins, see `kept_at_start`
 
     @property
     def prompt(self) -> Prompt:
@@ -71,6 +73,12 @@ class _InFlight:
     def live(self) -> bool:
         """Whether its run still needs it."""
         return not (self.run.ended or self.run.run_alone)
+
+    def begin(self, sequence: LiveSequence) -> None:
+        """Record what is kept of the prompt, if its evictions are over."""
+        late = self.run.run.policy.schedule.late and not sequence.decode_steps
+        if self.kept is None and sequence.error is None and not late:
+            self.kept = kept_at_start(self.run.run, self.prompt, sequence)
 
     def work(self, sequence: LiveSequence, now: float) -> Work:
         """What its example needs. now: on the clock of `start`."""
@@ -249,6 +257,7 @@ class Scheduler:
                         self._histories[one.conversation, key, one.prompt.sample] = kept.history
         in_flight = self._batch.in_flight
         for sequence, flight in self._in_flight.items():
+            flight.begin(sequence)
             flight.most_in_flight = max(flight.most_in_flight, in_flight + sequence.done)
         self._finish([sequence for sequence in self._in_flight if sequence.done])
         self._advance(0, f"{in_flight} sequences, prefill")
@@ -278,8 +287,9 @@ class Scheduler:
         seconds = time.perf_counter() - began
         self._totals.stepped(sequences, seconds)
         self._pace.stepped(sequences, seconds)
-        for flight in self._in_flight.values():
+        for sequence, flight in self._in_flight.items():
             flight.decode_seconds += seconds
+            flight.begin(sequence)
         self._finish(ended)
         self._advance(0, f"{self._batch.in_flight} sequences, {self._totals.tokens_per_second:.0f} decoded tokens/s")
 
@@ -375,7 +385,7 @@ def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
     run, prompt, seconds = flight.run.run, flight.prompt, flight.decode_seconds
     if sequence.scores is None:
         compared = None if sequence.comparison is None else partial(sequence.comparison.result, sequence)
-        sample = answered(run, prompt, sequence.tokens, sequence.cache, sequence.decode_steps, compared)
+        sample = answered(run, prompt, sequence.tokens, sequence.cache, sequence.decode_steps, compared, flight.kept)
     else:
         sample, seconds = likelihood_of(run, prompt, sequence.policy, sequence.scores), sequence.scores.seconds
     sample = replace(

@@ -24,7 +24,7 @@ from kvbench.errors import UsageError, refusing
 from kvbench.models.answers import decoded
 from kvbench.models.prompt import Prompt
 from kvbench.models.shared import shared_texts
-from kvbench.models.spans import common, token_spans
+from kvbench.models.spans import Spans, common, moved, token_spans, without
 from kvbench.models.tokens import encode, encode_pair
 from kvbench.tasks.task import Example, Shared, Task, check_references
 
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 COMPRESS = ("prompt", "context")
 """What a policy compresses: the whole prompt, or the part before the question."""
+MARK = "\x00"  # occurs in no text
 SEAM = 16  # spare tokens: a prompt cut in the middle may have more tokens when it is tokenized again
 
 
@@ -102,10 +103,39 @@ class PromptMaker:
         digest = hashlib.sha256((text + example.dictated + (example.target or "")).encode()).hexdigest()
         target = None if example.target is None else self._target(example)
         bare, tokens = replace(example, prompt="", question="", dictated=""), torch.tensor(ids, dtype=torch.int32)
-        spans = token_spans(self._encode, text, whole, len(ids), example.spans) if text == example.prompt else {}
+        spans = self._spans(example, prompt, text, whole, ids)
         whole_prompt = Prompt(bare, tokens, digest, target, spans=spans, dictated=dictated)
         opened = self._opened(example, text + example.dictated, example.answer_prefix + example.dictated)
         return replace(whole_prompt, context_tokens=context, question=question, opened=opened)
+
+    def _spans(self, example: Example, prompt: str, text: str, whole: list[int], ids: list[int]) -> Spans:
+        """The token positions of the parts that an example names, of what remains of them after cutting.
+
+        prompt: the prompt after cutting in the middle; text: the same with the chat template; whole: its tokens; ids:
+        the tokens that remain after cutting on the left.
+        """
+        spans = example.spans
+        if prompt != example.prompt:
+            head = common(prompt, example.prompt)
+            spans = without(spans, head, head + len(example.prompt) - len(prompt))
+        found = self._placed(spans, example, prompt, text, whole)
+        head = common(ids, whole) if len(ids) < len(whole) else 0
+        return without(found, head, head + len(whole) - len(ids))
+
+    def _placed(self, spans: Spans, example: Example, prompt: str, text: str, whole: list[int]) -> Spans:
+        """The token positions of parts of a prompt in a text that begins with it, after the opening of a template.
+
+        A template may strip the white space around the prompt. {} if it changes the prompt otherwise.
+        """
+        if not spans:
+            return {}
+        start = len(self._wrap(f"{MARK}{prompt}", example).partition(MARK)[0])
+        for lead in dict.fromkeys((0, len(prompt) - len(prompt.lstrip()))):
+            shown = prompt[lead:].rstrip()[: len(text) - start]
+            if text.startswith(shown, start):
+                return token_spans(self._encode, text, whole, moved(spans, start - lead))
+        log.warning("task %s: the chat template changes the prompt, so its evidence is unknown", self.task.name)
+        return {}
 
     def _limited(self, example: Example) -> Example:
         """The example with the limit of new tokens that the task allows and that fits the model's positions.
@@ -141,12 +171,13 @@ class PromptMaker:
         arguments = self.task.task_of(example).chat_template_args
         texts = shared_texts(self.tokenizer, example, shared, chat, arguments, self._system)
         first, *later = (encode(self.tokenizer, text, special=not n) for n, text in enumerate(texts))
+        spans = self._placed(example.spans, example, example.prompt, texts[0], first)
         spare = shared.spare if self.max_positions is None else min(shared.spare, self.max_positions // 2)
-        if shared.follow_ups is None:
-            first = self._cut_middle(first, example, spare)
-            return self._of_parts(example, shared, texts, [first, *later])
-        first = self._cut_middle(first, example, spare + sum(map(len, later)))
-        return self._of_parts(example, shared, texts, [first, *later[: shared.turn]])
+        if shared.follow_ups is not None:
+            spare, later = spare + sum(map(len, later)), later[: shared.turn]
+        cut = self._cut_middle(first, example, spare)
+        spans = without(spans, len(cut) // 2, len(cut) // 2 + len(first) - len(cut))
+        return replace(self._of_parts(example, shared, texts, [cut, *later]), spans=spans)
 
     def _of_parts(self, example: Example, shared: Shared, texts: list[str], parts: list[list[int]]) -> Prompt:
         """The prompt with these tokens. texts: the texts of all parts and of later turns."""
@@ -205,9 +236,8 @@ class PromptMaker:
         template and answer prefix; whole: its tokens; ids: the tokens that remain after cutting on the left.
         """
         before = prompt.removesuffix(example.question)
-        mark = "\x00"  # occurs in no text; templates may strip both ends, but nothing inside
-        marked = self._wrap(f"{before}{mark}{example.question}", example) + example.answer_prefix
-        context, _, rest = marked.partition(mark)
+        marked = self._wrap(f"{before}{MARK}{example.question}", example) + example.answer_prefix
+        context, _, rest = marked.partition(MARK)  # templates may strip both ends, but nothing inside
         if before == prompt or context + rest != text:
             cause = "it was cut to fit" if before == prompt else "the chat template changes the text"
             raise UsageError(
@@ -240,8 +270,7 @@ class PromptMaker:
             most = min(self.max_positions - example.max_new_tokens, most or self.max_positions)
         if most is None or len(ids) <= most or self.task.task_of(example).truncation != "left":
             return ids
-        mark = "\x00"  # occurs in no text
-        opening = "" if example.reading else self._wrap(f"{mark}{example.prompt}", example).partition(mark)[0]
+        opening = "" if example.reading else self._wrap(f"{MARK}{example.prompt}", example).partition(MARK)[0]
         head = 0 if self.task.task_of(example).cuts_bos else common(self._encode(opening), ids)
         if most <= head:
             raise self._no_room(f"{example.max_new_tokens} new tokens")

@@ -14,6 +14,7 @@ from kvbench.errors import UsageError, instead
 from kvbench.report.changes import changes_table
 from kvbench.report.curves import at_size_table, smallest_table
 from kvbench.report.divergence import divergence_table
+from kvbench.report.evidence import evidence_table, has_evidence
 from kvbench.report.formats import FORMATS, renamed, show
 from kvbench.report.price import price_table
 from kvbench.report.selection import selected, selection_options
@@ -33,6 +34,12 @@ columns. The other formats are for people: they have the columns that differ bet
 values that all rows share. Without -o such a table is printed."""
 
 
+_MISSING = {
+    "score": "",
+    "kl": " (task.divergence=true)",
+    "evidence": " (tasks with needles, RULER's niah, vt and qa, SCBench's kv and files with a column evidence do)",
+}
+"""The measures of --metric, and how a run gets one."""
 _COLUMNS = "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUMNS)
 
 
@@ -51,8 +58,8 @@ _COLUMNS = "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUM
 @click.option("--smallest", is_flag=True, help="Smallest KV footprint with 90% of full's score, between budgets.")
 @click.option(
     "--metric",
-    type=click.Choice(["score", "kl"]),
-    help="Only runs with a score, or the divergence from full (task.divergence=true).",
+    type=click.Choice(list(_MISSING)),
+    help="Only runs with a score, the divergence from full (task.divergence=true), or known evidence.",
 )
 @click.option(
     "--pivot",
@@ -97,9 +104,10 @@ def collect(
         raise UsageError(f"--rename {wrong} must be OLD=NEW")
     wanted = {"policy": policy, "task": task, "model": model, "budget": budget, "over_seeds": over_seeds}
     rows = selected(load_results(folder), wanted).by(by)
-    rows = [row for row in rows if metric is None or row.measure.lower() == metric]
-    if metric is not None and not rows:
-        raise UsageError(f"--metric {metric}: no run of {folder} has it" + " (task.divergence=true)" * (metric == "kl"))
+    if metric is not None:
+        rows = [row for row in rows if (has_evidence(row) if metric == "evidence" else row.measure.lower() == metric)]
+        if not rows:
+            raise UsageError(f"--metric {metric}: no run of {folder} has it{_MISSING[metric]}")
     known = dict.fromkeys([*(column.name for column in COLUMNS), *(key for row in rows for key in row.differs)])
     for name in names:
         if name not in known:
@@ -108,8 +116,8 @@ def collect(
         _write_tidy(rows, names, output)
         sys.stdout.write(f"{len(rows)} rows -> {output}\n")
     else:
-        kl = metric == "kl" and not given
-        table = divergence_table(rows) if kl else _table(rows, names, **kinds)
+        special = None if given else {"kl": divergence_table, "evidence": evidence_table}.get(metric or "")
+        table = _table(rows, names, **kinds) if special is None else special(rows)
         show(renamed(table, others, precision), output, f"{len(rows)} rows")
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, TypeAlias
 
-from kvbench.results import divergence, statistics
+from kvbench.results import divergence, evidence, statistics
 from kvbench.results.divergence import DivergenceNumbers
+from kvbench.results.evidence import EvidenceNumbers
 from kvbench.results.files import write_json
 from kvbench.results.numbers import number
 from kvbench.results.samples import Likelihood, Sample
@@ -22,7 +23,9 @@ from kvbench.tasks.scores import by_subset, scores_of, subsets_by, summary, summ
 FILE_NAME = "metrics.json"
 Measured: TypeAlias = float | Any
 """A number that is None if it was not measured or an example failed; type checkers allow its use as a number."""
-CODE = b"".join(Path(file).read_bytes() for file in (__file__, str(statistics.__file__), str(divergence.__file__)))
+CODE = b"".join(
+    Path(file).read_bytes() for file in (__file__, *(str(m.__file__) for m in (statistics, divergence, evidence)))
+)
 """The code that computes the numbers."""
 GROUP_KEYS = ("task", "length", "depth")
 """Metadata keys by which scores are also grouped, in addition to the keys in metadata["groups"]."""
@@ -160,7 +163,7 @@ def _pass_at_k(samples: Sequence[Sample]) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Numbers(DivergenceNumbers):
+class Numbers(EvidenceNumbers, DivergenceNumbers):
     """The measurements of a run besides its score. Each field is a key of metrics.json and a column of tables."""
 
     prompt_tokens: float | None = number("mean per example", over="all")

@@ -13,23 +13,17 @@ import logging
 import os
 import textwrap
 from ast import literal_eval
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from math import inf
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
+from typing import Any, Literal
 
 from kvbench.errors import LARGEST
 from kvbench.results.files import RunLostError, held, is_open_at, read_bytes, sync_folder, write_atomically
 from kvbench.results.repetition import Repetition
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -99,6 +93,8 @@ class Sample:
     if the cache stores none.
     decode_steps: model calls after the prefill: one for each token after the first, including an EOS.
     kept_spans*: the share of the tokens of each named part of the prompt that is held, mean over layers and KV heads.
+    kept_spans_start*: the same when the answer begins. kept_prompt*, heads_whole*: also then, the share of all tokens
+    of the prompt, and the share of KV heads (of all layers) that hold all tokens of a part.
     max_new_tokens*: the limit of the answer's length. finish_reason*: "stop" (a stop token or text) or "length".
     kv_footprint*: entries held, summed over all fed tokens, as a share of the full cache's (`kvbench.cache.footprint`).
     answer*: the part of the output that is scored, if it is not all of it: the text after a thought. in_thought*: true
@@ -168,40 +164,15 @@ class Sample:
     in_thought: bool | None = None
     divergence: Divergence | None = None
     repetition: Repetition | None = None
+    kept_spans_start: dict[str, float] | None = None
+    kept_prompt: float | None = None
+    heads_whole: dict[str, float] | None = None
     clipped: int | None = None
 
     @property
     def shared(self) -> bool:
         """Whether it was batched with other sequences."""
         return (self.shared_prefill or 1) > 1 or (self.rows_in_flight or 1) > 1
-
-
-KeptHeads = list[list[int]]
-"""Pairs `[heads, tokens]`: the first `tokens` tokens of the prompt are held by `heads` KV heads of all layers, and so
-on to the prompt's last token. They are counted after the last generated token, like `kept_tokens`.
-"""
-
-
-def kept_heads(positions: Iterable[Tensor], prompt_tokens: int) -> KeptHeads:
-    """The pairs of one sequence. positions: [H_kv, C] for every layer, the position in each slot, -1 if it is empty."""
-    held = np.concatenate([layer.flatten().cpu().numpy() for layer in positions]).astype(np.int64)
-    kept = np.bincount(held + 1, minlength=prompt_tokens + 1)[1 : prompt_tokens + 1]
-    ends = [*(np.flatnonzero(np.diff(kept)) + 1).tolist(), len(kept)]
-    return [[int(kept[end - 1]), end - start] for start, end in pairwise([0, *ends])]
-
-
-def kept_spans(positions: Iterable[Tensor], spans: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, float]:
-    """The kept share of each part of a prompt. positions: [H_kv, C] for every layer, -1 in empty slots."""
-    layers = [layer.cpu().numpy() for layer in positions]
-    heads, held = sum(map(len, layers)), np.concatenate([layer.flatten() for layer in layers])
-    kept = {name: sum(int(((held >= a) & (held < b)).sum()) for a, b in parts) for name, parts in spans.items()}
-    tokens = {name: sum(b - a for a, b in parts) for name, parts in spans.items()}
-    return {name: kept[name] / (heads * tokens[name]) for name in spans if tokens[name]}
-
-
-def counts(pairs: Sequence[Sequence[int]]) -> list[int]:
-    """The number of heads that keep each token of the prompt."""
-    return [heads for heads, tokens in pairs for _ in range(tokens)]
 
 
 FILE_NAME = "samples.jsonl"
@@ -211,7 +182,8 @@ _OPTIONAL = (
     *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "pre_pass_steps"),
     *("read_tokens", "read_bytes"),
     *("sample", "state_bytes", "masked_tokens", "recomputed_tokens", "finish_reason", "kv_footprint", "kept_spans"),
-    *("answer", "in_thought", "divergence", "repetition", "clipped"),
+    *("answer", "in_thought", "divergence", "repetition", "kept_spans_start", "kept_prompt", "heads_whole"),
+    "clipped",
 )
 
 log = logging.getLogger(__name__)

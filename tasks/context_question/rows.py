@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.tasks import text_files
+from kvbench.tasks.evidence import EVIDENCE, Parts, shifted, start_of
 from kvbench.tasks.hub import hub_rows
 from kvbench.tasks.task import Example, question_part
 
@@ -32,6 +33,7 @@ class Row:
     def example(self, frame: str, max_new_tokens: int | None, **metadata: Any) -> Example:  # noqa: ANN401
         """The question in a frame with slots context and question; max_new_tokens: None for the row's own."""
         texts = {name: self.values[name] for name in TEXTS}
+        evidence = {EVIDENCE: _evidence(self.values.get("evidence"), texts["context"], self.name)}
         return Example(
             index=0,
             prompt=frame.format(**texts),
@@ -39,6 +41,7 @@ class Row:
             max_new_tokens=self._new_tokens(max_new_tokens),
             answer_prefix=self.values.get("answer_prefix") or "",
             question=question_part(frame, "{question}").format(**texts),
+            spans=shifted(evidence, start_of(frame, "context", **texts)),
             metadata=metadata,
         )
 
@@ -98,6 +101,37 @@ def _answers(values: Mapping[str, Any], where: str) -> tuple[str, ...]:
     found = _listed(value, name, where) if isinstance(value, str) else value
     text_files.check_row({name: found}, (), [name], where)
     return tuple(found)
+
+
+def _evidence(given: Any, context: str, where: str) -> Parts:  # noqa: ANN401 - whatever a file holds
+    """The parts of the context that the answer needs: of texts that occur exactly once, or of pairs [first, end).
+
+    A file with texts only (.csv) has the list as JSON. Raises ValueError, naming file and row.
+    """
+    if given is None or given == "":
+        return ()
+    listed: Any = given
+    if isinstance(given, str):
+        with suppress(ValueError, RecursionError):
+            listed = json.loads(given)
+        listed = listed if isinstance(listed, list) else [given]
+    if not isinstance(listed, list | tuple):
+        raise ValueError(f"{where}: evidence is {given!r:.60}, it must be a list of texts or of pairs [first, end)")
+    return tuple(_part(one, context, where) for one in listed)
+
+
+def _part(one: Any, context: str, where: str) -> tuple[int, int]:  # noqa: ANN401 - whatever a file holds
+    if isinstance(one, str):
+        times = context.count(one) if one.strip() else 0
+        if times != 1:
+            found = f"occurs {times} times in the context" if times else "does not occur in the context"
+            raise ValueError(f"{where}: evidence {one!r:.60} {found}, it must occur once (or give [first, end))")
+        return context.index(one), context.index(one) + len(one)
+    whole = isinstance(one, list | tuple) and [type(x) for x in one] == [int, int]
+    if not whole or not 0 <= one[0] < one[1] <= len(context):
+        why = f"it must be a text or a pair [first, end) of characters of the context (0 to {len(context)})"
+        raise ValueError(f"{where}: evidence {one!r:.60} is not allowed, {why}")
+    return one[0], one[1]
 
 
 def _listed(text: str, name: str, where: str) -> list[str]:

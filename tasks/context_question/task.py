@@ -18,14 +18,16 @@ FILES = ("*.parquet", "*.jsonl", "*.csv")
 
 @dataclass(frozen=True, kw_only=True)
 class ContextQuestion(Task):
-    """Rows with the columns context, question, answers (or answer), and perhaps answer_prefix, max_new_tokens, task.
+    """Rows with the columns context, question, answers (or answer), and perhaps answer_prefix, max_new_tokens, task,
+    evidence.
 
     data_dir: a .parquet, .jsonl or .csv file, or a folder. files: patterns of the files to read from a folder, in the
     order of their paths. hub: a data set on the Hub instead. subset, split: its parts. revision: its commit or branch;
     None: the newest. frame: the prompt, with slots
     context and question; the public sets have the instructions in their columns. metrics: names in `metrics.METRICS`;
     the first one is the score, and the means of several are printed as aggregates. max_new_tokens: None uses the
-    column.
+    column. The column evidence has the parts of the context that the answer needs: a list of texts that occur exactly
+    once in it, or of pairs [first, end) of characters. How much of it a policy keeps is recorded.
     """
 
     name: str = "context_question"

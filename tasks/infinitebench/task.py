@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.tasks.context_question import rows as columns
+from kvbench.tasks.evidence import pair_spans
 from kvbench.tasks.infinitebench.metrics import AUTHORS, KVPRESS, SOUND, first
 from kvbench.tasks.long_sets import LongSet
 from kvbench.tasks.predictions import judged
@@ -44,7 +45,8 @@ class InfiniteBench(LongSet):
         slot = "{func_call}" if self.subset == "code_run" else "{A}" if self.subset == "code_debug" else "{input}"
         question = question_part(self.template, slot).format(**given)
         references = tuple(str(answer) for answer in answers)
-        yield self.example(self.template.format(**given), question, references, answers=answers)
+        prompt = self.template.format(**given)
+        yield self._with_evidence(self.example(prompt, question, references, answers=answers))
 
     def of_columns(self, row: columns.Row) -> Mapping[str, Any]:
         """The answers of a row, converted from texts to the format of the scorer."""
@@ -61,6 +63,15 @@ class InfiniteBench(LongSet):
         rules = AUTHORS if self.protocol == "authors" else KVPRESS
         wanted = first(answers) if self.subset == "kv_retrieval" else answers
         return judged(rules[self.subset], SOUND.get(self.subset), output, wanted)
+
+    def column_example(self, row: columns.Row) -> Example:
+        """See `LongSet.column_example`."""
+        return self._with_evidence(super().column_example(row))
+
+    def _with_evidence(self, example: Example) -> Example:
+        if self.subset != "kv_retrieval":
+            return example
+        return replace(example, spans=pair_spans(example.references[0], example.prompt.removesuffix(example.question)))
 
     def _given(self, row: Row) -> dict[str, str]:
         given = {"context": row["context"], "input": row["input"]}

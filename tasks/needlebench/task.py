@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbench.errors import choice
+from kvbench.tasks.evidence import needle_spans
 from kvbench.tasks.hub import HubFolder
 from kvbench.tasks.needlebench import build, scores
 from kvbench.tasks.needlebench.data import NAMED, Files, gpt4_encoding
@@ -106,7 +107,7 @@ class NeedleBench(Task):
         counted = _Gpt4(gpt4_encoding(self.encoding_dir)) if self.counted_in == "gpt-4" else tokenizer
         writer = _Writer(self, Files(self.data_dir, self.source), counted)
         for index, point in enumerate(islice(self.points(), limit)):
-            prompt, question, gold = writer.write(point)
+            prompt, question, gold, needles = writer.write(point)
             metadata = {
                 "task": point.kind,
                 "benchmark": "needlebench",
@@ -125,6 +126,7 @@ class NeedleBench(Task):
                 references=(gold,),
                 max_new_tokens=self.max_new_tokens,
                 question=question,
+                spans=needle_spans(prompt.removesuffix(question), needles, ()),
                 metadata=metadata,
             )
 
@@ -153,6 +155,15 @@ class _Gpt4:
         return text
 
 
+class Written(NamedTuple):
+    """One prompt, the question at its end, the official gold string, and the needles."""
+
+    prompt: str
+    question: str
+    gold: str
+    needles: Sequence[str]
+
+
 class _Writer:
     """Writes prompts and gold strings; files are read and lines encoded once."""
 
@@ -164,28 +175,30 @@ class _Writer:
         self._reasoning = cache(files.reasoning)
         self._names = cache(files.names)
 
-    def write(self, point: Point) -> tuple[str, str, str]:
-        """(prompt, the question at its end, gold string)."""
-        write: Callable[[Point], tuple[str, str, str]] = getattr(self, f"_{point.kind}")
+    def write(self, point: Point) -> Written:
+        """Write one prompt."""
+        write: Callable[[Point], Written] = getattr(self, f"_{point.kind}")
         return write(point)
 
-    def _single_retrieval(self, point: Point) -> tuple[str, str, str]:
+    def _single_retrieval(self, point: Point) -> Written:
         ours = [needle for needle in self._files.needles if needle["language"] == NAMED[point.language]]
         needle = build.drawn(ours, point.repeat)
         text = f"\n{needle['needle']}\n"
         context = self._context(point, [text])
-        return *self._prompt(point, context, needle["retrieval_question"]), f"{text}*{needle['arg2']}"
+        question = needle["retrieval_question"]
+        return Written(*self._prompt(point, context, question), f"{text}*{needle['arg2']}", [needle["needle"]])
 
-    def _multi_retrieval(self, point: Point) -> tuple[str, str, str]:
+    def _multi_retrieval(self, point: Point) -> Written:
         rng = random.Random(self._task.needle_seed + point.length)
         taken = build.needle_set(self._files.needles, point.needles, NAMED[point.language], rng)
         taken = build.shuffled(taken, point.repeat)
         context = self._context(point, [f"\n{needle['needle']}\n" for needle in taken])
         question = build.joined_question([needle["retrieval_question"] for needle in taken], point.language)
         keywords, depths = "*".join(n["arg2"] for n in taken), "*".join(map(str, self._task.grid.depths))
-        return *self._prompt(point, context, question), f"{keywords}#{depths}"
+        needles = [needle["needle"] for needle in taken]
+        return Written(*self._prompt(point, context, question), f"{keywords}#{depths}", needles)
 
-    def _multi_reasoning(self, point: Point) -> tuple[str, str, str]:
+    def _multi_reasoning(self, point: Point) -> Written:
         if self._task.v2:
             names = self._names(point.language)
             needles, answer, last = build.family(names, point.needles, point.repeat, point.language)
@@ -194,7 +207,8 @@ class _Writer:
             entry = build.drawn(self._reasoning(point.language, point.needles), point.repeat)
             needles, answer, last, question = entry["derivations"], entry["answer"], "", entry["question"]
         context = self._context(point, [f"\n{needle}\n" for needle in needles])
-        return *self._prompt(point, context, question, last), answer if self._task.v2 else f"{answer}*{answer}"
+        gold = answer if self._task.v2 else f"{answer}*{answer}"
+        return Written(*self._prompt(point, context, question, last), gold, needles)
 
     def _context(self, point: Point, needles: Sequence[str]) -> str:
         """The haystack with its needles, length - buffer tokens in total."""

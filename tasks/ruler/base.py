@@ -109,6 +109,7 @@ class RulerTask(Task):
                 max_new_tokens=self.max_new_tokens,
                 answer_prefix=draft.answer_prefix if self.answer_prefix else "",
                 question=draft.question,
+                spans=draft.spans,
                 metadata={"task": self.name, "benchmark": "ruler", "length": self.length, "used": used},
             )
 

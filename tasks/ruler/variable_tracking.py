@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from kvbench.errors import ConfigError, whole_number
+from kvbench.tasks.evidence import needle_spans, shifted
 from kvbench.tasks.ruler.base import Draws, SizedTask
 from kvbench.tasks.ruler.templates import NOISE, Draft, template
 from kvbench.tasks.task import Tokenizer
@@ -51,8 +52,9 @@ class _Chains(SizedTask):
             for shift, (place, line) in enumerate(zip(places, chain_lines, strict=True)):
                 lines.insert(place + shift, line)
         context = "\n".join(lines).replace(". \n", ".\n")
-        slots = {"query": values[0], "num_v": self.hops + 1}
-        return template("variable_tracking").fill(tuple(names[0]), context=context, **slots)
+        slots = {"context": context, "query": values[0], "num_v": self.hops + 1}
+        spans = needle_spans(context, map(str.strip, chains[0]), ())
+        return template("variable_tracking").fill(tuple(names[0]), spans, **slots)
 
     def _names(self, draws: Draws) -> list[list[str]]:
         """Distinct names, hops + 1 for each chain."""
@@ -114,7 +116,8 @@ class VariableTracking(_Chains):
 
         def with_example(size: int) -> Draft:
             draft = self.draft(size, draws)
-            return replace(draft, prompt=f"{_redrawn(shown, worked.references, draws)}\n{draft.prompt}")
+            before = f"{_redrawn(shown, worked.references, draws)}\n"
+            return replace(draft, prompt=before + draft.prompt, spans=shifted(draft.spans, len(before)))
 
         while True:
             yield self.fitting(size, with_example, tokenizer)

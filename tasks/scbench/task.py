@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from kvbench.errors import choice
+from kvbench.tasks.evidence import pair_spans
 from kvbench.tasks.hub import hub_rows
 from kvbench.tasks.long_sets import subsets
 from kvbench.tasks.predictions import judged
@@ -86,14 +87,14 @@ class SCBench(SharedContext):
             text = row["context"] if "context" in row else row["input"]
             request = turns[0]["input"] if self.mode == "scdq" else self._request(turns[0])
             context = self._prompts["context"].format(context=text, request=request)
-            questions = [self._question(row, turn, first=not number) for number, turn in enumerate(turns)]
+            questions = [self._question(row, turn, context, first=not number) for number, turn in enumerate(turns)]
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{where}: unexpected format, expected the format of {self.hub} ({type(error).__name__}: {error})"
             ) from error
         return list(self.turns(context, "\n\n", questions, self._spare(len(turns))))
 
-    def _question(self, row: Row, turn: Row, first: bool) -> Question:
+    def _question(self, row: Row, turn: Row, context: str, first: bool) -> Question:
         """One turn. first: the first turn, which for `mf` is already part of the context."""
         kind = turn.get("task") or f"scbench_{self.subset}"
         options = dict(zip("ABCD", turn.get("options") or (), strict=False))
@@ -112,6 +113,7 @@ class SCBench(SharedContext):
             most=self.max_new_tokens or (most[kind] if isinstance(most, dict) else most),
             begins=self._prompts.get("begins"),
             later=self._prompts["later"].format(**given) if "later" in self._prompts else None,
+            spans=pair_spans(str(turn["answer"]), context) if self.subset == "kv" else {},
             metadata={"task": kind, "benchmark": "scbench", "mode": self.mode, "answers": answers, **code},
         )
 

@@ -21,8 +21,9 @@ from kvbench.report.html.prompts import prompts_of
 from kvbench.report.html.report import html_report, write_report
 from kvbench.report.html.tables import groups, in_order, marks, matrices
 from kvbench.results.columns import frame
+from kvbench.results.kept import counts, kept_heads
 from kvbench.results.result import load_results
-from kvbench.results.samples import Sample, counts, kept_heads, read_samples
+from kvbench.results.samples import Sample, read_samples
 
 HOSTILE = '</script><script>window.broken = 1</script><img src="http://evil.test/x.png" onerror="window.broken = 1">'
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -185,7 +186,7 @@ def test_numbers_of_the_page_are_those_of_the_results_and_answers_are_text(folde
     assert '<td class="cell" data-order="0.0">0.000 <small>0.000 to 0.390</small></td>' in results  # Wilson, 0 of 6
     assert re.search(r"claims\" data-order=\"-1.0\">-1.000 <small>-1.000 to -0\.\d+</small>", results)
     assert "<script>window.broken" not in text
-    assert text.count('src="data:image/svg+xml;base64,') == 3  # budget, bytes, needles
+    assert text.count('src="data:image/svg+xml;base64,') == 4  # budget, bytes, needles, evidence
     own = text[text.index("<body>") : text.index('id="datatables"')]
     assert "http" not in own.replace("http://evil.test", "")
 

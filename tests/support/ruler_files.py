@@ -29,6 +29,7 @@ def hotpotqa() -> list[dict[str, Any]]:
         {
             "question": f"Whose house is number {q}?",
             "answer": f"Owner {q}",
+            "supporting_facts": [[f"House {q} room {d}", 1] for d in (2, 5, 5)],
             "context": [
                 [f"House {q} room {d}", ["This room is cold. ", f"Owner {q} sleeps in it. "]] for d in range(10)
             ],

@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from kvbench.errors import UsageError
-from kvbench.report.figures import divergence, heatmap, layers, nll, score
+from kvbench.report.figures import divergence, evidence, heatmap, layers, nll, score
 from kvbench.report.figures.panels import looks
 from kvbench.report.figures.sheet import Paper, shared_end, shared_fields
 from kvbench.report.figures.style import Look, house_style, save
@@ -30,6 +30,7 @@ _DRAW: Mapping[str, tuple[Callable[[Sequence[Result], Mapping[str, Look], Paper]
     "kl": (divergence.against_budget, f"no run has both a budget and a {_KL}"),
     "kl_bytes": (divergence.against_bytes, f"no policy except the full cache has both bytes and a {_KL}"),
     "kl_position": (divergence.against_position, f"no run with a budget has samples with a {_KL}"),
+    "evidence": (evidence.failures, "no run with a score knows where the evidence is in its prompts"),
     "layers": (layers.layer_budgets, "no policy has different budgets for its layers"),
 }
 ALL = "all"

