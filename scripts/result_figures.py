@@ -29,8 +29,11 @@ ALLOCATIONS = "uniform", "AdaKV", "CAKE's", "global"
 
 def figures(pack: Path) -> Iterator[tuple[str, Figure]]:
     """The name and the figure of everything that a pack has tables for."""
-    title = yaml.safe_load((pack / "pack.yaml").read_text(encoding="utf-8"))["title"]
     tables = {file.stem: pd.read_csv(file) for file in sorted(pack.glob("*.csv"))}
+    if not (pack / "pack.yaml").exists():
+        yield "stores", behind_evictions(tables["stores"])  # of the pocket model; `kvbench plot` draws its others
+        return
+    title = yaml.safe_load((pack / "pack.yaml").read_text(encoding="utf-8"))["title"]
     if "ruler_average" in tables:
         yield "ruler_average", averages(tables["ruler_average"], f"{title}, RULER at 2,048 tokens")
     if "control" in tables:
@@ -206,6 +209,30 @@ def held(scores: pd.DataFrame, texts: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
+def behind_evictions(table: pd.DataFrame) -> Figure:
+    """NLL of answers against bytes, for stores behind SnapKV and CAKE: 4 bits filled, 2 bits hollow."""
+    figure, grid = plt.subplots(1, 2, figsize=(7.4, 3.8), sharey=True, layout="constrained")
+    kinds = ["16 bits", "kivi_g32_r32", "ott_g32_r32", "kcvc_g32_r32", "gear_g32", "zipcache"]
+    for axes, base in zip(grid, ("snapkv", "cake"), strict=True):
+        for index, kind in enumerate(kinds):
+            for end in ("_int4", "") if index else ("",):
+                own = table[(table.policy == (f"{base}_{kind}{end}" if index else base)) & (table.share < 1)]
+                own = own.sort_values("prompt_kib")
+                x = own.prompt_kib + 0.7 * (index - len(kinds) / 2)
+                look = {"color": HUES[index], "marker": MARKERS[index], "markersize": 5, "linewidth": 1}
+                look |= {"label": f"{kind}{end}", "markerfacecolor": HUES[index] if end or not index else "white"}
+                look["linestyle"] = "-" if end or not index else ":"
+                interval(axes, x, own.nll_vs_full, (own.nll_vs_full_low, own.nll_vs_full_high), **look)
+        axes.set_title(f"behind {base}", loc="left")
+        axes.set_xlabel("KiB held after the prompt")
+    grid[0].set_ylabel("nats per token of the answer more than full")
+    handles, labels = grid[0].get_legend_handles_labels()
+    title = f"Pocket model, quantized stores behind an eviction, n = {table[table.share < 1].n.max()}"
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    return figure
+
+
 def likelihoods(table: pd.DataFrame, title: str) -> Figure:
     """Nats per token more than the full cache against bytes. `random`, which loses many times as much, is left out."""
     policies = [name for name in table.policy.unique() if name not in ("full", "random")]
@@ -261,7 +288,7 @@ def main() -> None:
             save(figure, pack / f"{name}.svg")
             plt.close(figure)
             drawn.add(name)
-    for file in pack.glob("*.svg"):
+    for file in pack.glob("*.svg") if (pack / "pack.yaml").exists() else ():
         if file.stem not in drawn:
             file.unlink()
             print(f"{file}: removed, it is not drawn any more")

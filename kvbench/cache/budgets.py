@@ -7,6 +7,8 @@ from kvbench.policies.policy import Policy, layer_budgets, total_slots
 from kvbench.policies.policy_checks import least_budget
 from kvbench.policies.selections.pages import Pages
 
+ENDLESS = 1 << 30  # slots that a layer may take if it does not evict
+
 
 class Budgets:
     """Slots per KV head of each layer: even shares until an allocator has measured the layers.
@@ -49,6 +51,14 @@ class Budgets:
         """Slots per KV head for the protected tokens."""
         assert self._policy.scorer is not None
         return least_budget(self._policy.scorer, self._policy.allocator)
+
+    def keep_all(self, layer: int) -> None:
+        """Let a layer keep every token from now on. Allocators may have given others the slots that it had left."""
+        if self._policy.evicts:
+            own, self._shares = self.shares[layer], [*self.shares]
+            self._shares[layer] = ENDLESS
+            self._after = self._after_prompt()
+            self._after[layer] += own
 
     # --- budgets that are measured on the prompt ---------------------------------------------------------------------
     @property

@@ -1,14 +1,13 @@
 """Which sequences can decode in a `kvbench.cache.table.Table`, and with which others."""
 
 from kvbench.cache import attend
+from kvbench.cache.budgets import ENDLESS
 from kvbench.cache.layer import Layer
 from kvbench.cache.memory import slot_store
 from kvbench.cache.sequence import Sequence
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.ring_layout import RingLayer
 from kvbench.policies.stores.slot_store import SlotStore
-
-ENDLESS = 1 << 30  # slots that a sequence may take if it does not evict
 
 
 def steps_alike(policy: Policy) -> bool:

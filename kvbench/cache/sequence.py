@@ -180,6 +180,13 @@ class Sequence:
             begin = question
         self.budgets.begin(self.seen, self.seen + length, self.seen + begin)
 
+    def take_layer(self, index: int, other: "Sequence") -> None:
+        """Take over a layer of another sequence of the same prompt, and evict nothing from it."""
+        layer = self._layers[index] = other.layers[index]
+        layer.policy, layer.count = self.policy, layer.positions.shape[-1]
+        self.budgets.keep_all(index)
+        self.note_bytes(index)
+
     # --- one call of the model ---------------------------------------------------------------------------------------
     def begin_call(self, count: int, columns: int, generating: bool = False) -> None:
         """Split a call that brings `count` tokens, `columns` with padding, into the steps of the schedule.

@@ -117,7 +117,7 @@ class DecodeBatch:
             assert all(map(self.can_admit, requests))
             assert all(self.shares_prompt(requests[0], request) for request in requests[1:])
         policies = policies if reference is None else [reference, *policies]
-        rows = [[[_new_sequence(one, policy) for policy in policies] for one in requests] for requests in prompts]
+        rows = [[[new_sequence(one, policy) for policy in policies] for one in requests] for requests in prompts]
         comparisons = [Comparison(first, others) for first, *others in chain(*rows) if reference is not None]
         for sequence, history in zip(rows[0][0], histories, strict=False):
             sequence.history = history
@@ -238,7 +238,7 @@ class DecodeBatch:
             cache.release([one.held for one in gone if one.cache is not None and one.held in cache.sequences])
 
 
-def _new_sequence(request: Request, policy: Policy) -> LiveSequence:
+def new_sequence(request: Request, policy: Policy) -> LiveSequence:
     """A sequence before its prefill, whose policy uses the random numbers of its example."""
     policy = policy if request.example is None else policy.for_example(*request.example)
     if isinstance(policy.selection, Fair):

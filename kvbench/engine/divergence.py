@@ -92,6 +92,14 @@ class Comparison:
         for one in (self.reference, *self.others):
             one.comparison = self
 
+    def continue_from(self, sequence: LiveSequence) -> None:
+        """Choose the token after a prompt, whose logits an earlier comparison holds for `sequence`: equal for all."""
+        assert isinstance(sequence.comparison, Comparison)
+        logits = sequence.comparison._logits[sequence]
+        for one in (self.reference, *self.others):
+            self.hold(one, logits)
+        self.advance()
+
     def hold(self, sequence: LiveSequence, logits: Tensor) -> None:
         """Keep the logits [V] of a sequence until all sequences have taken the step."""
         self._logits[sequence] = logits.clone()  # a recorded step overwrites its logits

@@ -2,6 +2,7 @@
 
 SmolLM2-135M comes with `make install`. Qwen2.5-Coder-0.5B is read from QWEN_GGUF, or from the cache of kvbench. Texts
 that are no part of this repository are read from ../shared/data if they are there; their hash is that of `pack.yaml`.
+Tables in float32 are equal to the byte. In bfloat16 the length of an answer depends on how sums are rounded.
 """
 
 import json
@@ -10,6 +11,7 @@ import sys
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pandas as pd
@@ -32,7 +34,6 @@ SOURCES = {
     "multi_news": DATA / "longbench" / "multi_news.jsonl",
     "moby_dick.txt": DATA / "books" / "moby_dick.txt",
 }
-SHOWN = ["prompt_tokens", "score", "cache_bytes", "full_cache_bytes"]
 CASES = [  # pack, table, task, policy, budget
     ("smollm2", "needles", "niah", "snapkv", 512),
     ("smollm2", "stores", "niah", "turboquant", None),
@@ -41,7 +42,7 @@ CASES = [  # pack, table, task, policy, budget
     ("smollm2", "ruler_context", "ruler/niah_single_2", "snapkv", 512),
     ("smollm2", "multi_news", "longbench/multi_news", "snapkv", 512),
     ("smollm2", "perplexity", "perplexity", "snapkv", 512),
-    ("smollm2", "perplexity_stores", "perplexity", "fp8", None),
+    ("smollm2", "perplexity_stores", "perplexity", "snapkv", 512),
     ("qwen25_coder_05b", "needles", "niah", "snapkv", 512),
     ("qwen25_coder_05b", "ruler", "ruler/vt", "snapkv", 512),
     ("qwen25_coder_05b", "ruler", "ruler/niah_multikey_3", "snapkv", 512),
@@ -82,7 +83,7 @@ def test_every_table_of_the_packs_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize(("name", "table", "task", "policy", "budget"), CASES)
-def test_the_first_example_of_two_policies_is_computed_again_to_the_byte(
+def test_the_first_example_of_two_policies_is_computed_again(
     name: str, table: str, task: str, policy: str, budget: int | None, tmp_path: Path
 ) -> None:
     pack = yaml.safe_load((ROOT / f"results/{name}/pack.yaml").read_text(encoding="utf-8"))
@@ -108,10 +109,18 @@ def test_the_first_example_of_two_policies_is_computed_again_to_the_byte(
         (folder,) = (tmp_path / "runs").glob(f"{name}-{which}-*")
         sample = json.loads((folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()[0])
         row = known.loc[[(which, float("nan") if tokens is None else float(tokens))]].iloc[0]
+        exact = own["dtype"] == "float32"
+        found = {key: sample[key] for key in ("prompt_tokens", "score", "cache_bytes", "full_cache_bytes")}
+        if not exact:  # an answer may end some tokens earlier or later: bytes of a token, and tokens of the prompt held
+            kept = mean(heads for layer in sample["kept_tokens"] for heads in layer)
+            assert sample["cache_bytes"] / kept == pytest.approx(row.cache_bytes / row.kept_per_head, rel=1e-5)
+            if row.tokens == row.tokens:
+                assert kept - sample["generated_tokens"] == pytest.approx(row.kept_per_head - row.tokens, abs=1e-6)
+            del found["cache_bytes"], found["full_cache_bytes"]
         if row.score != row.score:  # a text without an answer
-            assert sample["likelihood"]["nll"] == pytest.approx(row.nll, abs=2e-6)
-        shown = [key for key in SHOWN if key != "score" or row.score == row.score]
-        assert [sample[key] for key in shown] == [pytest.approx(row[key], abs=1e-6) for key in shown]
+            assert sample["likelihood"]["nll"] == pytest.approx(row.nll, abs=2e-6 if exact else 0.02)
+            del found["score"]
+        assert found == {key: pytest.approx(row[key], abs=1e-6) for key in found}
         prompts = pd.read_csv(ROOT / "results" / name / "prompts.csv")
         at = prompts[(prompts.table == table) & (prompts.task == row.task) & (prompts.example == 0)]
         assert [sample["prompt_hash"]] == at.prompt_hash.tolist()

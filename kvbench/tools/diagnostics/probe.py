@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.engine.prefill import prefill
+from kvbench.engine.sequence import Request
 from kvbench.policies.policy import Policy
 
 Kind = TypeVar("Kind", bound=KVCache)
@@ -22,7 +23,8 @@ Kind = TypeVar("Kind", bound=KVCache)
 class Probe:
     """A model, one prompt [1,T], a policy with its name, and the number of tokens to decode.
 
-    question: the position of the question in the prompt, for policies that need it.
+    question: the position of the question in the prompt, for policies that need it. request: the example as a run
+    answers it. heads: measure KV heads instead of layers.
     """
 
     model: PreTrainedModel
@@ -31,6 +33,8 @@ class Probe:
     name: str
     new_tokens: int = 16
     question: int | None = None
+    request: Request | None = None
+    heads: bool = False
 
     @property
     def length(self) -> int:
