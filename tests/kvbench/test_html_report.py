@@ -22,7 +22,7 @@ from kvbench.report.html.report import html_report, write_report
 from kvbench.report.html.tables import groups, in_order, marks, matrices
 from kvbench.results.columns import frame
 from kvbench.results.kept import counts, kept_heads
-from kvbench.results.result import load_results
+from kvbench.results.loading import load_results
 from kvbench.results.samples import Sample, read_samples
 
 HOSTILE = '</script><script>window.broken = 1</script><img src="http://evil.test/x.png" onerror="window.broken = 1">'
