@@ -16,7 +16,7 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config.compose import CONF, names, refuse_unused
+from kvbench.config.compose import CONF, check_run_fields, names, refuse_unused
 from kvbench.config.folders import find_modules
 from kvbench.errors import ConfigError, UsageError, first_line, unknown
 from kvbench.terminal.command import (
@@ -181,6 +181,12 @@ def _check_word(word: str, optimizes: bool) -> None:
         raise ConfigError(key, value, f"a name, or names for a sweep (-m {key}=a,b){none.get(key, '')}")
     if "interval(" in value and not optimizes:
         raise ConfigError(key, value, why="is a range for optimizers (hydra/sweeper=...): list values, as in 64,128")
+    if word[0] != "+":
+        try:
+            check_run_fields({key: value}, groups=("experiment",))
+        except ConfigError as error:
+            if "did you mean" in str(error):  # Hydra says what to do with other names
+                raise
     refuse_unused(key, value)
 
 

@@ -14,7 +14,9 @@ from typing import Any
 LARGEST = 2**53
 """The largest whole number that JSON and Parquet readers represent exactly."""
 MANY = 30
-"""From more names than this on, a message with a guess does not list them all."""
+"""From more names than this on, a message does not list them all."""
+LISTS = {"policy": "policies", "task": "tasks", "model": "models"}
+"""Groups, and the commands that list their names."""
 _WORD = re.compile(r"([A-Za-z_/.~][\w/.~:@+-]*)?")
 _TYPED = {"None": "null", "True": "true", "False": "false"}
 
@@ -58,7 +60,8 @@ def a_kind(of: type) -> str:
 
 def unknown(field: str, name: str, allowed: Sequence[str], more: str = "") -> UsageError:
     """The error for a name that does not exist, with the nearest names first. more: other allowed names, in words."""
-    return UsageError(f"{field}={name} does not exist{instead(name, allowed, more)}")
+    listed = f"; `kvbench {LISTS[field]}` lists them" if field in LISTS and len(allowed) > MANY else ""
+    return UsageError(f"{field}={name} does not exist{instead(name, allowed, listed + more)}")
 
 
 def hub(group: str, name: str) -> str:
@@ -71,7 +74,7 @@ def instead(name: str, allowed: Sequence[str], more: str = "") -> str:
     """The end of a message about a wrong name: the nearest names, and all, unless they are many."""
     near = get_close_matches(name, allowed, n=3, cutoff=0.6)
     guess = f": did you mean {' or '.join(', '.join(near).rsplit(', ', 1))}?" if near else ""
-    if near and len(allowed) > MANY:
+    if len(allowed) > MANY:
         return f"{guess} ({len(allowed)} names exist{more})"
     return f"{guess} (allowed: {', '.join(allowed) or 'none'}{more})"
 

@@ -8,6 +8,7 @@ Hydra context of its own and then restores the caller's, so it also works inside
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -200,11 +201,12 @@ def load(file: Path) -> Config:
     return own
 
 
-def check_run_fields(words: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a word that is not a field of a run, nor of Hydra."""
-    known = ["model", "policy", "task", "logger", *(key for key in load(CONF / "config.yaml") if key != "defaults")]
+def check_run_fields(words: Mapping[str, Any], groups: Sequence[str] = ()) -> None:
+    """Raise ConfigError for a word that is not a field of a run, nor of Hydra. groups: other names that are allowed."""
+    own = (key for key in load(CONF / "config.yaml") if key != "defaults")
+    known = ["model", "policy", "task", "logger", *groups, *own]
     for key, value in words.items():
-        if (name := key.partition(".")[0].partition("/")[0]) not in known:
+        if (name := re.split("[./@]", key)[0]) not in known:
             raise ConfigError(key, value, why=f"is not a field of a run{instead(name, known)}")
 
 

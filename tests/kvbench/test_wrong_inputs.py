@@ -35,7 +35,7 @@ LINES = {
     "engine=null": "engine=null is not allowed, set its fields",
     "engine.save_seconds=-1": "engine.save_seconds must be a number of at least 0, got -1",
     "--config-dir=/nowhere": "Additional config directory '/nowhere' not found",
-    "model=owner/name": "; a model of the Hub: model=hub model.hub_id=owner/name)",
+    "model=owner/name": "`kvbench models` lists them; a model of the Hub: model=hub model.hub_id=owner/name)",
     "policy=snapk": "policy=snapk does not exist: did you mean snapkv",
     "policy.schedule=blocks": "write schedule=blocks",
     "policy.scorer.window=abc": "policy.scorer.window must be a whole number, got 'abc'",
