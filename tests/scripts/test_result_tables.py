@@ -25,7 +25,7 @@ PACKS = ["smollm2", pytest.param("qwen25_coder_05b", marks=SLOW)]
 @pytest.mark.parametrize("name", PACKS)
 def test_every_table_is_the_one_computed_from_the_samples(name: str, tmp_path: Path) -> None:
     pack = ROOT / "results" / name
-    for file in ("control.csv", "samples.csv.gz"):
+    for file in ("control.csv", "samples.csv.gz", "kl_samples.csv"):
         if (pack / file).exists():
             shutil.copy(pack / file, tmp_path)
     result_tables.write(tmp_path, pd.read_csv(tmp_path / "samples.csv.gz"))
