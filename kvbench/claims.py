@@ -13,8 +13,8 @@ from kvbench.config.completion import complete_overrides
 from kvbench.config.compose import check_run_fields
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, show
-from kvbench.report.table import Table, table_of
-from kvbench.results.result import load_results
+from kvbench.report.text_table import Table, table_of
+from kvbench.results.loading import load_results
 from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program
 from kvbench.terminal.outputs import check_output
 

@@ -24,7 +24,7 @@ from matplotlib.lines import Line2D
 from scipy.stats import spearmanr
 
 from kvbench.report.figures.style import by_factors, looks_of
-from kvbench.results.result import load_results
+from kvbench.results.loading import load_results
 from kvbench.results.statistics import mean_interval, tails, weighted_interval
 
 KEY = ["task", "budget", "policy"]

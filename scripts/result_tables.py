@@ -23,6 +23,7 @@ import yaml
 
 from kvbench.papers.claims import PAPERS, Claim, Comparison, judge, read_claims
 from kvbench.results.changes import changes
+from kvbench.results.loading import load_results
 from kvbench.results.statistics import (
     Difference,
     corrected,
@@ -63,6 +64,8 @@ CONTROL = {  # the control experiment: a score under four allocations of the bud
 CONTROL["DefensiveKV, official"] = tuple(policy + OFFICIAL for policy in CONTROL["DefensiveKV"])
 ALLOCATIONS = "uniform", "AdaKV", "CAKE's", "global"
 OTHERS = "full", "random", "random (recent=32)", "streamingllm"
+KL = "kl_"
+"""How folders of runs with `task.divergence=true` begin."""
 KEY = ["table", "policy", "budget", "task", "example"]
 
 
@@ -71,6 +74,8 @@ def samples(runs: Path) -> pd.DataFrame:
     """A row for each example of the finished runs in RUNS/TABLE/: scores, bytes, kept tokens, output, prompt hash."""
     rows = []
     for file in sorted(runs.glob("*/*/samples.jsonl")):
+        if file.parent.parent.name.startswith(KL):
+            continue  # they feed the answer of the full cache and have no score
         config = yaml.safe_load((file.parent / "config.yaml").read_text(encoding="utf-8"))
         for line in file.read_text(encoding="utf-8").splitlines():
             sample = json.loads(line)
@@ -101,6 +106,17 @@ def samples(runs: Path) -> pd.DataFrame:
                     "output": sample["output"],
                 }
             )
+    return pd.DataFrame(rows)
+
+
+def divergence(runs: Path) -> pd.DataFrame:
+    """Mean KL in nats from the full cache's next-token distribution (95% interval): the finished runs in RUNS/kl_*/."""
+    rows = []
+    for run in (run for folder in sorted(runs.glob(f"{KL}*")) for run in load_results(folder)):
+        if run.finished and run.measure == "KL" and run.kl is not None and not run.n_failed:
+            config = yaml.safe_load((run.folder / "config.yaml").read_text(encoding="utf-8"))
+            row = {"task": run.identity["task"]["name"], "policy": run.policy + variant(config), "budget": run.budget}
+            rows.append(row | {"n": run.n, "kl": run.kl, "low": run.kl_low, "high": run.kl_high, "run_id": run.run_id})
     return pd.DataFrame(rows)
 
 
@@ -395,8 +411,13 @@ def main() -> None:
     file = given.pack / "samples.csv.gz"
     found = pd.read_csv(file)
     if given.runs:
-        found = taken_up(found, samples(given.runs))
+        new_samples = samples(given.runs)
+        found = found if new_samples.empty else taken_up(found, new_samples)
         found.round(6).to_csv(file, index=False, compression={"method": "gzip", "mtime": 0})
+        if not (new := divergence(given.runs)).empty:
+            old = pd.read_csv(kl) if (kl := given.pack / "divergence.csv").exists() else new.head(0)
+            both = pd.concat([old, new], ignore_index=True) if len(old) else new
+            both.drop_duplicates(KEY[1:4], keep="last").round(6).to_csv(kl, index=False)
     write(given.pack, found)
 
 

@@ -73,7 +73,7 @@ def rows() -> tuple[Row, ...]:
 def _of_pack(folder: Path) -> Iterator[Row]:
     """The rows of a pack's tables. A run that is in two of them is a row of the first."""
     pack = yaml.safe_load((folder / "pack.yaml").read_text(encoding="utf-8"))
-    known = set()
+    known, kl = set(), _divergence(folder / "divergence.csv")
     for table, own in pack["tables"].items():
         found = [_row(pack, table, own, line) for line in _lines(folder / f"{table}.csv")]
         tracks = dict.fromkeys(row.track for row in found)
@@ -81,8 +81,18 @@ def _of_pack(folder: Path) -> Iterator[Row]:
             for track in tracks if row.policy == FULL else [row.track]:  # full is in the tables of all of its rows
                 key = track, row.model, row.task, row.policy, row.budget
                 if key not in known:
-                    yield replace(row, track=track)
+                    more = kl.get(key[2:], {}) if own["track"] == "known" else {}
+                    yield replace(row, track=track, numbers={**row.numbers, **more})
                 known.add(key)
+
+
+def _divergence(file: Path) -> dict[tuple[str, str, float | None], dict[str, float]]:
+    """The mean KL of each task, policy and budget, of runs that knew the question."""
+    lines = _lines(file) if file.exists() else ()
+    return {
+        (line["task"], line["policy"], float(line["budget"]) if line["budget"] else None): {"kl": float(line["kl"])}
+        for line in lines
+    }
 
 
 def _lines(file: Path) -> Iterator[dict[str, str]]:
@@ -183,7 +193,7 @@ def _method(row: Row) -> tuple[str, ...]:
 def track_table(track: str) -> str:
     """The table of a track as HTML, with attributes by which docs/javascripts/filter-tables.js filters its rows."""
     own = [row for row in rows() if row.track == track]
-    own.sort(key=lambda row: (row.model, row.task, row.table, -(row.budget or 1e9), -row.value, row.policy))
+    own.sort(key=lambda row: (row.model, row.task, -(row.budget or 1e9), -row.value, row.policy))
     places, safe = ranks(own), safe_sizes(own)
     lines = [f'<div class="results-table" markdown="0"><table class="results" data-track="{track}">', "<thead><tr>"]
     lines += [f"<th>{name}</th>" for name in COLUMNS]

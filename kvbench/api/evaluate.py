@@ -21,7 +21,7 @@ from kvbench.errors import ConfigError, UsageError, a_kind
 from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy
-from kvbench.results.result import read_result
+from kvbench.results.loading import read_result
 from kvbench.run.digests import check_files
 from kvbench.run.run import Run, build_run
 from kvbench.run.run_config import run_config

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from kvbench.errors import ConfigError, choice
 from kvbench.report.formats import html
 from kvbench.report.html.report import write_report
-from kvbench.report.table import pivot, results_table, text
-from kvbench.results import result, seeds
+from kvbench.report.table import pivot, results_table
+from kvbench.report.text_table import text
+from kvbench.results import loading, result, seeds
 from kvbench.results.columns import frame
 from kvbench.results.divergence import of_example
 from kvbench.results.metrics import mean_kept
@@ -97,4 +98,4 @@ def load_results(folder: str | Path) -> Results:
     """
     if not isinstance(folder, str | Path):
         raise ConfigError("folder", folder if folder is None else type(folder), "a folder of runs")
-    return Results(result.load_results(Path(folder)), Path(folder))
+    return Results(loading.load_results(Path(folder)), Path(folder))

@@ -20,19 +20,18 @@ Shapes: L layers, P rows of a step, b of them in a group, H_q query heads, H KV 
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvbench.cache import attend
 from kvbench.cache.attend import Backend, LayerStep
-from kvbench.cache.budgets import ENDLESS
 from kvbench.cache.device_groups import STATE, bind, note_codes, ring_state, unbind
 from kvbench.cache.footprint import decoded
-from kvbench.cache.group import WINDOW, Group, Kind, groups_of, kind_of
+from kvbench.cache.group import WINDOW, Group, Kind, groups_of
 from kvbench.cache.joining import format_of, slots_to_grow
 from kvbench.cache.layer import Layer
+from kvbench.cache.member import Member, member_of
 from kvbench.cache.memory import PADDING, FlatMemory, slot_store
 from kvbench.cache.sequence import Sequence
 from kvbench.kernels.references import NewTokens
@@ -48,24 +47,6 @@ TIGHT = 0.9  # share of flat memory above which sequences that leave together ke
 
 State = dict[str, Tensor]
 """What the device has about the row of a sequence, [L or 1,...] by name: `LENGTHS`, windows and memory of parts."""
-
-
-@dataclass(eq=False)
-class Member:
-    """A sequence of the table, and its row in a step.
-
-    used: slots in use of each layer, `steps` steps ago, when the lengths of its stores were last updated. longest:
-    bound of the length of its segments. room: steps until a store needs more slots.
-    """
-
-    sequence: Sequence
-    layers: List[Layer]
-    used: list[int]
-    kind: Kind
-    longest: int
-    room: int
-    row: int = -1
-    steps: int = 0
 
 
 def bucket(sequences: int) -> int:
@@ -191,6 +172,8 @@ class Table:
         """Move the layers of sequences into the flat memory; returns the states of their rows."""
         for sequence in sequences:
             for layer in sequence.layers:
+                if sequence.policy.decoding_evicts:
+                    slot_store(layer).store_positions()
                 if slots_to_grow(sequence, layer) > 0:
                     slot_store(layer).reserve()
                     sequence.note_bytes(layer.index)
@@ -204,7 +187,7 @@ class Table:
         for sequence in sequences:
             layers = sequence.layers
             states[sequence] = state = self._new_state(sequence, layers)
-            self._members[sequence] = member = _member(sequence, layers)
+            self._members[sequence] = member = member_of(sequence, layers)
             sequence.table = self
             self._note_padding(member.kind, state)
             if member.kind.policy.needs.newest_row:
@@ -223,7 +206,7 @@ class Table:
                 sequence.note_bytes(layer.index)
         new = self._new_state(sequence, member.layers)
         self.lengths["starts"][:, member.row] = new["starts"]
-        now = _member(sequence, member.layers)
+        now = member_of(sequence, member.layers)
         member.longest, member.room, member.used = now.longest, now.room, now.used
         if now.kind == member.kind:
             return {}
@@ -473,21 +456,6 @@ class Table:
             x.flatten(0, 1).index_fill_(0, there, 0)
         if memory.weights is not None:
             memory.weights.zero_()
-
-
-def _member(sequence: Sequence, layers: List[Layer]) -> Member:
-    """A sequence as its stores are now."""
-    room, longest = ENDLESS, 0
-    for layer in layers:
-        store, grow = slot_store(layer), slots_to_grow(sequence, layer)
-        longest = max(longest, store.used + min(grow, store.room))
-        if grow > store.room:
-            room = min(room, store.room)
-        if isinstance(store, RingLayer):
-            room = min(room, store.steps_until_due)
-    longest = 1 << (longest - 1).bit_length()  # so that it seldom changes
-    kind = kind_of(sequence, longest) if sequence.policy.decoding_evicts else Kind()
-    return Member(sequence, layers, [slot_store(layer).used for layer in layers], kind, kind.slots or longest, room)
 
 
 def _padding(state: State) -> State:

@@ -14,7 +14,7 @@ from kvbench.config.completion import complete_overrides
 from kvbench.errors import UsageError
 from kvbench.papers.layout import lay_out, layout, numbers, read_yaml, tables
 from kvbench.report.formats import FORMATS, show
-from kvbench.report.table import Table, table_of
+from kvbench.report.text_table import Table, table_of
 from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program
 from kvbench.terminal.outputs import check_output
 
@@ -102,7 +102,7 @@ def _check(output: Path | None, table: str = "") -> None:
 def _compare(name: str, runs: Path | None, overrides: Sequence[str], output: Path | None, is_small: bool) -> None:
     """is_small: the title says that the measured numbers are not of the paper's setting."""
     from kvbench.papers.compare import compare
-    from kvbench.results.result import load_results
+    from kvbench.results.loading import load_results
 
     model = pairs(overrides, "limit=5").get("model", "pocket")
     about = f"--small: measured on the model {model} with shorter prompts and budgets, not on the paper's. " * is_small

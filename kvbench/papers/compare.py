@@ -20,7 +20,7 @@ from kvbench.papers.layout import HOLE, Layout, budget_text, layout, numbers
 from kvbench.papers.matching import Measured, Runs, average, measured, run_task
 from kvbench.papers.protocol import SCHEDULE, Cannot, Plan, plan, runs_of
 from kvbench.papers.published import AVERAGE, Number
-from kvbench.report.table import Table
+from kvbench.report.text_table import Table
 from kvbench.results.result import Result
 from kvbench.terminal.command import pairs
 from kvbench.tools.cache_bytes import MIB, predict

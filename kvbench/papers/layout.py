@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.config.compose import load
 from kvbench.papers import published
 from kvbench.papers.published import BASELINE, Number
-from kvbench.report.table import Table, table_of
+from kvbench.report.text_table import Table, table_of
 
 HOLE = "–"
 LOWER_IS_BETTER = re.compile(r"perplexity|seconds|minutes|_ms_|GB$|gap|drop")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvbench.errors import UsageError
-from kvbench.report.table import NONE, Table, labelled
+from kvbench.report.table import labelled
+from kvbench.report.text_table import NONE, Table
 from kvbench.results.changes import Changes, Share
 from kvbench.results.result import Result
 from kvbench.results.statistics import FEWEST, Difference, corrected

@@ -18,11 +18,13 @@ from kvbench.report.evidence import evidence_table, has_evidence
 from kvbench.report.formats import FORMATS, renamed, show
 from kvbench.report.price import price_table
 from kvbench.report.selection import selected, selection_options
-from kvbench.report.table import Table, chosen, results_table
+from kvbench.report.table import chosen, results_table
 from kvbench.report.table import pivot as pivoted
+from kvbench.report.text_table import Table
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
-from kvbench.results.result import Result, load_results
+from kvbench.results.loading import load_results
+from kvbench.results.result import Result
 from kvbench.tasks.trust import trust_option
 from kvbench.terminal.command import PATH, Command, log_to_stderr
 from kvbench.terminal.escapes import visible

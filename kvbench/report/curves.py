@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.errors import UsageError
-from kvbench.report.table import NONE, Table, table_of
+from kvbench.report.text_table import NONE, Table, table_of
 from kvbench.results.curves import (
     Size,
     curves_of,

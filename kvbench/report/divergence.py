@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvbench.report.table import NONE, STAR, Table, grouped, labelled, measure
+from kvbench.report.table import STAR, grouped, labelled, measure
+from kvbench.report.text_table import NONE, Table
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
 from kvbench.results.statistics import FEWEST, Difference, corrected

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvbench.report.table import NONE, Table, grouped, labelled, measure
+from kvbench.report.table import grouped, labelled, measure
+from kvbench.report.text_table import NONE, Table
 from kvbench.results.result import Result
 
 _LEGEND = (

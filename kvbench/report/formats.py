@@ -10,7 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.report.table import NONE, RIGHT, Table, text
+from kvbench.report.table import RIGHT
+from kvbench.report.text_table import NONE, Table, text
 from kvbench.results.files import write_atomically
 from kvbench.terminal.command import terminal_width
 from kvbench.terminal.outputs import writing

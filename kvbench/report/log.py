@@ -15,7 +15,7 @@ from kvbench.config.compose import names, read, resolved
 from kvbench.config.parts import build, refusing_in
 from kvbench.errors import UsageError, unknown
 from kvbench.results.definition import sweep_name
-from kvbench.results.result import load_results
+from kvbench.results.loading import load_results
 from kvbench.terminal.command import PATH, Command, pairs, quiet
 
 

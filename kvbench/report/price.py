@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.errors import UsageError
-from kvbench.report.table import Table, table_of
+from kvbench.report.text_table import Table, table_of
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
 from kvbench.results.statistics import FEWEST, Difference, corrected

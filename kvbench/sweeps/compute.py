@@ -18,7 +18,8 @@ from kvbench.engine.run_writer import RunCallback
 from kvbench.errors import CHANGED, UsageError, one_line
 from kvbench.results.definition import Entry, RunState, examples, failed_examples, write_state
 from kvbench.results.files import RunBusyError, RunLostError
-from kvbench.results.result import Result, read_result
+from kvbench.results.loading import read_result
+from kvbench.results.result import Result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run, build_run
 from kvbench.run.run_config import typed

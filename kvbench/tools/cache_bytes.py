@@ -25,7 +25,7 @@ from kvbench.policies.policy import Policy, layer_budgets
 from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.press import KVPress
 from kvbench.policies.stores.store import LayerStore
-from kvbench.report.table import Table, table_of, text
+from kvbench.report.text_table import Table, table_of, text
 from kvbench.terminal.command import pairs, terminal_width
 
 STATES = "states"

@@ -27,9 +27,10 @@ from kvbench.policies.allocators.allocator import JointAllocator, StatisticAlloc
 from kvbench.policies.policy import read_plan
 from kvbench.policies.press import KVPress
 from kvbench.results.files import read_json, read_yaml
+from kvbench.results.loading import read_result
 from kvbench.results.metrics import FILE_NAME as METRICS
 from kvbench.results.metrics import metrics
-from kvbench.results.result import Result, read_result
+from kvbench.results.result import Result
 from kvbench.results.samples import FILE_NAME, Sample
 from kvbench.results.summary import read_summary
 from kvbench.run.digests import digest_of

@@ -39,13 +39,14 @@ class EvictionError(AttentionScorer):
     window is always kept.
 
     window: number of newest queries, which score and are kept. rows: aggregate `errors` or `attention` over the
-    queries. over_queries: their `sum`, `mean`, or an exponential moving average, `ema`, in which the newest query has
-    weight alpha and the oldest (1 - alpha)^(w - 1). space: measure the `output` projection of the error, or the error
-    of `value`s. tau, power: the exponents. relative: divide errors by ||W_O o||. epsilon: added to 1 - A. pool: `avg`
-    and `max` over `kernel` tokens, with zeros or nothing at the ends; `adaptive` is a mean over
+    queries. over_queries: their `sum`, `mean`, or an exponential moving average, `ema`. alpha: of `ema`, the weight of
+    the newest query; the oldest has (1 - alpha)^(w - 1). space: measure the `output` projection of the error, or the
+    error of `value`s. tau, power: the exponents. relative: divide errors by ||W_O o||. epsilon: added to 1 - A. pool:
+    `avg` and `max` over `kernel` tokens, with zeros or nothing at the ends; `adaptive` is a mean over
     max(kernel, 2 floor(|t| / scale) + 1) tokens, centred t / scale tokens later, with the ends repeated; t is how far
     the most attended tokens are before those of queries w / 2 later (only of a prompt; a mean over `kernel` while
-    decoding). reach: pool over the `candidates` before the window, or over `all` tokens.
+    decoding). kernel: odd number of pooled neighbours. scale: of `adaptive`, the drift for one more token at each side.
+    reach: pool over the `candidates` before the window, or over `all` tokens.
     Source: DropKV (kvpress pull request 285, OpenReview MqfNzH3TVH) and ReST-KV (ICLR 2026), after their code.
     """
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvbench.policies.checks import choice
 from kvbench.policies.observation import MOVED
-from kvbench.policies.stores.block_layer import BlockLayer
+from kvbench.policies.stores.code_blocks import BlockLayer
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.key_bias import UnbiasedLayer
 from kvbench.policies.stores.ring_layout import RingLayer

@@ -14,27 +14,30 @@ from kvbench.kernels.code_formats import Format
 from kvbench.kernels.group_formats import Form
 from kvbench.policies.observation import Memory, Observation, State
 from kvbench.policies.stores.code_attention import Outliers
-from kvbench.policies.stores.code_blocks import Blocks
 from kvbench.policies.stores.store import Store
 
 
 class Grouped(Protocol):
-    """Tokens of which the oldest are codes: `in_codes` of them, of keys and of values.
+    """A layer of `kvbench.policies.stores.coded_layer`, for its codec."""
 
-    notes: data of the codec, [1,H,...] by name.
-    """
-
+    used: int
     in_codes: list[int]
     notes: Memory
+    prompt: int
+    before: int
 
-    def exact_of(self, side: int) -> int:
-        """The number of exact tokens of a side."""
+    @property
+    def positions(self) -> Tensor: ...
 
-    def oldest(self, side: int, tokens: int) -> Tensor:
-        """The first exact tokens of a side, [1,H,n,D]."""
+    def exact_of(self, side: int) -> int: ...
 
-    def hold(self, side: int, tokens: int, codes: Mapping[str, Tensor]) -> None:
-        """Hold the oldest exact tokens of a side as codes."""
+    def oldest(self, side: int, tokens: int) -> Tensor: ...
+
+    def codes_of(self, side: int) -> Mapping[str, Tensor]: ...
+
+    def view(self, side: int) -> Tensor: ...
+
+    def hold(self, side: int, tokens: int, codes: Mapping[str, Tensor], again: bool = False) -> None: ...
 
 
 class Coding(Store):
@@ -146,8 +149,8 @@ class Coding(Store):
         notes: of the layer, [1,H,...] by name. state: statistics of its tokens, which are changed in place.
         """
 
-    def flush(self, held: Grouped) -> None:
-        """Code the tokens that are due at the end of a step."""
+    def flush(self, held: Grouped, prompt: bool) -> None:
+        """Code the tokens that are due at the end of a step; prompt: the first time, with the whole prompt exact."""
         for side in range(2):
             count = self.due(side, held.exact_of(side))
             if count:
@@ -157,11 +160,5 @@ class Coding(Store):
         """Exact tokens that replace some of the codes."""
         return None
 
-    def recode(self, held: Blocks, prompt: bool) -> None:
-        """`flush` of blocks; prompt: the first time, with the whole prompt exact."""
-        count = self.due(0, held.exact)
-        if count:
-            held.hold(count, [self.encode(held.oldest(side, count), side) for side in range(2)])
-
-    def attended(self, held: Blocks, weights: Tensor, positions: Tensor) -> None:
-        """See the attention weights [1,H,r,C] of queries at positions [1,M] to blocks, while decoding."""
+    def attended(self, held: Grouped, weights: Tensor, positions: Tensor) -> None:
+        """See the attention weights [1,H,r,C] of queries at positions [1,M] while decoding."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number, whole_number
-from kvbench.policies.stores.code_blocks import Blocks
+from kvbench.policies.stores.coding import Grouped
 from kvbench.policies.stores.kivi import GroupCodec
 from kvbench.policies.stores.quantiser import joined, parted
 
@@ -142,20 +142,21 @@ class Gear(GroupCodec):
         return x
 
     # --- which tokens are a block -----------------------------------------------------------------------------------
-    def recode(self, held: Blocks, prompt: bool) -> None:
+    def flush(self, held: Grouped, prompt: bool) -> None:
+        exact = held.exact_of(0)
         if self.gear_prompt == "gap":
-            for gaps in range(held.before // self.gap + 1, 0 if prompt else held.tokens // self.gap + 1):
-                codes = [self.encode(held.view(side)[:, :, : gaps * self.gap], side) for side in range(2)]
-                held.hold(gaps * self.gap - held.coded, codes, again=True)
+            for gaps in range(held.before // self.gap + 1, 0 if prompt else held.used // self.gap + 1):
+                for side in range(2):
+                    codes = self.encode(held.view(side)[:, :, : gaps * self.gap], side)
+                    held.hold(side, gaps * self.gap - held.in_codes[side], codes, again=True)
         elif not prompt:
-            while held.exact >= self.gap:
-                super().recode(held, prompt)
+            while held.exact_of(0) >= self.gap:
+                super().flush(held, prompt)
         else:
-            exact = [held.oldest(side, held.exact) for side in range(2)]
-            if self.gear_prompt == "prefill" and held.exact >= self.group:
-                held.hold(held.exact, [self.encode(x, side) for side, x in enumerate(exact)])
-            else:
-                held.hold(held.exact, [{"exact": x.clone()} for x in exact])
+            coded = self.gear_prompt == "prefill" and exact >= self.group
+            for side in range(2):
+                x = held.oldest(side, exact)
+                held.hold(side, exact, self.encode(x, side) if coded else {"exact": x.clone()})
 
     def due(self, side: int, exact: int) -> int:
         return min(exact, self.gap)

@@ -199,7 +199,7 @@ class Ott(KiviCodes):
     def most_traced(self) -> int:  # type: ignore[override]
         return self.outliers and self.outliers + (self.auxiliary if self.on_evict == "pool" else 0)
 
-    def flush(self, held: Grouped) -> None:
+    def flush(self, held: Grouped, prompt: bool) -> None:
         count = self.due(0, held.exact_of(0))
         if count == 0:
             return

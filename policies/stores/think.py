@@ -13,8 +13,8 @@ from torch import Tensor
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Memory, Observation, State
-from kvbench.policies.stores.code_blocks import Blocks
 from kvbench.policies.stores.codec import Codec
+from kvbench.policies.stores.coding import Grouped
 
 SQUARES = "squares"
 
@@ -35,12 +35,7 @@ class ThinK(Codec):
     """
 
     slug_letters: ClassVar[Mapping[str, str]] = {"r": "ratio", "w": "query_window"}
-    kinds: ClassVar[Mapping[str, str]] = {
-        "x": "pruned keys",
-        "channels": "channels",
-        "whole": "full precision",
-        SQUARES: "statistics",
-    }
+    kinds: ClassVar[Mapping[str, str]] = {"x": "pruned keys", "channels": "channels", SQUARES: "statistics"}
     grouped = watches = True
 
     ratio: float = 0.4
@@ -60,15 +55,14 @@ class ThinK(Codec):
         squares = squares.unflatten(1, (observation.keys.shape[1], -1)).sum(2)
         notes[SQUARES] = notes[SQUARES] + squares if notes else squares
 
-    def recode(self, held: Blocks, prompt: bool) -> None:
-        due, squares = max(held.exact - self.residual, 0), held.notes.pop(SQUARES, None)
+    def flush(self, held: Grouped, prompt: bool) -> None:
+        due, squares = max(held.exact_of(0) - self.residual, 0), held.notes.pop(SQUARES, None)
         if prompt and due:
-            x = widen(held.oldest(0, held.exact))
+            x = widen(held.oldest(0, held.used))
             assert squares is not None or x.is_meta, "the prompt was observed"
             scores = x.square().sum(2) if squares is None else x.square().sum(2) * squares
             channels, keys = self._chosen(scores), held.oldest(0, due)
-            pruned = {"x": keys.gather(-1, _index(channels, due)), "channels": channels}
-            held.hold(due, [pruned, {"whole": held.oldest(1, due).clone()}])
+            held.hold(0, due, {"x": keys.gather(-1, _index(channels, due)), "channels": channels})
 
     def _chosen(self, scores: Tensor) -> Tensor:
         """The channels [1,H,D'] of the highest score [1,H,D], rising; equal scores: the lower channel stays."""
@@ -77,8 +71,6 @@ class ThinK(Codec):
         return order[..., :staying].sort(-1).values.to(torch.int16)
 
     def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
-        if "whole" in codes:
-            return widen(codes["whole"])
         x = widen(codes["x"])
         return x.new_zeros(*x.shape[:3], dim).scatter_(-1, _index(codes["channels"], tokens), x)
 

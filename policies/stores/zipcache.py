@@ -14,7 +14,7 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Memory, Observation, State
-from kvbench.policies.stores.code_blocks import Blocks
+from kvbench.policies.stores.coding import Grouped
 from kvbench.policies.stores.kivi import GroupCodec
 from kvbench.policies.stores.quantiser import Quantiser, joined, pack, parted, unpack
 from kvbench.policies.stores.slots import take
@@ -151,9 +151,9 @@ class ZipCache(GroupCodec):
         return drawn / later
 
     # --- while decoding ---------------------------------------------------------------------------------------------
-    def attended(self, held: Blocks, weights: Tensor, positions: Tensor) -> None:
+    def attended(self, held: Grouped, weights: Tensor, positions: Tensor) -> None:
         """Store the attention that the last query of each gap pays to its tokens, [1,H,n]; -1: not known."""
-        tail = held.exact
+        tail = held.exact_of(0)
         if tail < self.gap:
             return
         newest, paid = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
@@ -165,7 +165,7 @@ class ZipCache(GroupCodec):
         if gaps:
             held.notes[SALIENCY] = torch.cat(gaps, dim=-1)
 
-    def recode(self, held: Blocks, prompt: bool) -> None:
+    def flush(self, held: Grouped, prompt: bool) -> None:
         saliency, probing = (held.notes.pop(name, None) for name in (SALIENCY, PROBING))
         if prompt and saliency is not None:
             saliency = saliency[..., 0]
@@ -173,19 +173,15 @@ class ZipCache(GroupCodec):
             if probing is not None:
                 saliency = self.of_prompt(saliency, held.positions.long(), held.prompt, probing)
         for some in () if saliency is None else (saliency,) if prompt else saliency.split(self.gap, dim=-1):
-            sides = [self._recoded(held, side, some, prompt) for side in range(2)]
-            held.hold(some.shape[-1], sides, again=True)
-
-    def _recoded(self, held: Blocks, side: int, saliency: Tensor, prompt: bool) -> dict[str, Tensor]:
-        """Codes of all tokens of a side, with the oldest exact ones, whose saliency is [1,H,n]."""
-        follows = side == 1 and prompt and self.v_uses_k_ids_in_prefill
-        kinds = lowest(saliency, self.v if side == 1 and not follows else self.k)
-        x = held.oldest(side, saliency.shape[-1])
-        for block in held.blocks:  # the tokens quantised before, once more
-            before = kinds_of(block.sides[side], block.tokens)
-            kinds = Kinds(torch.cat([before.low, kinds.low], dim=-1), before.size + kinds.size)
-            x = torch.cat([held.view(side)[:, :, : block.tokens].to(x.dtype), x], dim=2)
-        return self.mixed(x, kinds, side)
+            for side, share in enumerate((self.k, self.v)):
+                if side == 1 and prompt and self.v_uses_k_ids_in_prefill:
+                    share = self.k
+                new, x = lowest(some, share), held.oldest(side, some.shape[-1])
+                if coded := held.in_codes[side]:  # the tokens quantised before, once more
+                    before = kinds_of(held.codes_of(side), coded)
+                    new = Kinds(torch.cat([before.low, new.low], dim=-1), before.size + new.size)
+                    x = torch.cat([held.view(side)[:, :, :coded].to(x.dtype), x], dim=2)
+                held.hold(side, some.shape[-1], self.mixed(x, new, side), again=True)
 
     # --- codes ------------------------------------------------------------------------------------------------------
     def mixed(self, x: Tensor, kinds: Kinds, side: int) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from kvbench.results.__main__ import main
 from kvbench.results.changes import Changes
 from kvbench.results.changes import changes as of_outcomes
 from kvbench.results.columns import frame
-from kvbench.results.result import load_results
+from kvbench.results.loading import load_results
 from kvbench.results.samples import Sample
 from kvbench.results.summary import outcomes_of
 

@@ -11,8 +11,8 @@ import pytest
 from kvbench.cli import main as run
 from kvbench.results.__main__ import main
 from kvbench.results.files import read_yaml, write_yaml
+from kvbench.results.loading import read_result
 from kvbench.results.metrics import write_metrics
-from kvbench.results.result import read_result
 from kvbench.run.digests import digest_of
 
 POLICIES = "full,snapkv,knorm,p2a_h2o,kvzip,kivi,quest"

@@ -11,7 +11,7 @@ import yaml
 
 from kvbench.claims import main
 from kvbench.papers.claims import PAPERS, Claim, decide, read_claims
-from kvbench.results.result import load_results
+from kvbench.results.loading import load_results
 from kvbench.results.samples import Likelihood, Sample
 
 RUNS = {"model": "pocket", "task": "niah", "budget": 64, "schedule": "prompt", "decode": "evict"}

@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 
 from kvbench.__main__ import main
-from kvbench.report.table import Table, frame_of, text
+from kvbench.report.text_table import Table, frame_of, text
 from kvbench.terminal import progress
 
 

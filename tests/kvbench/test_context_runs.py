@@ -14,7 +14,7 @@ from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.errors import UsageError
 from kvbench.results.__main__ import main as results
-from kvbench.results.result import load_results, read_result
+from kvbench.results.loading import load_results, read_result
 
 ROWS = [
     {"context": "The mill by the weir is red. " * 6, "question": question, "answers": [answer], "max_new_tokens": 3}

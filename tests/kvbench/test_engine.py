@@ -22,7 +22,7 @@ from kvbench.policies.observation import Observation, State
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.knorm import KNorm
 from kvbench.report.table import notes, results_table
-from kvbench.results.result import read_result
+from kvbench.results.loading import read_result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.tools.diagnose import runs_of

@@ -30,7 +30,7 @@ from kvbench.report.html.report import main as report
 from kvbench.results.__main__ import main as results
 from kvbench.results.definition import examples
 from kvbench.results.files import read_json, read_yaml, write_json, write_yaml
-from kvbench.results.result import read_result
+from kvbench.results.loading import read_result
 from kvbench.results.summary import _digest as digest_of_files
 from kvbench.sweep import main as sweep
 from kvbench.tasks.trust import reading

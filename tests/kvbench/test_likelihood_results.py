@@ -10,8 +10,8 @@ from plotted_runs import read, write_run
 
 from kvbench.engine.scores import summary
 from kvbench.report.table import print_table
+from kvbench.results.loading import load_results
 from kvbench.results.metrics import metrics
-from kvbench.results.result import load_results
 from kvbench.results.samples import Sample
 from kvbench.results.statistics import paired_difference, weighted_interval
 

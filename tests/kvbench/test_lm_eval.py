@@ -12,7 +12,7 @@ from lm_eval import simple_evaluate
 
 from kvbench.cli import main
 from kvbench.engine.compute import compute_runs
-from kvbench.results.result import read_result
+from kvbench.results.loading import read_result
 from kvbench.tasks.lm_eval.load import manager, provide_squad_metrics, rows_from
 from kvbench.tasks.lm_eval.task import LmEval
 from kvbench.tools.diagnose import runs_of

@@ -8,7 +8,7 @@ import yaml
 from plotted_runs import sample, write_run, write_sweep
 
 from kvbench.results import metrics
-from kvbench.results.result import load_results, read_result
+from kvbench.results.loading import load_results, read_result
 from kvbench.results.summary import read_summary, write_summary
 
 

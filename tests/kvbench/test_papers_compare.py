@@ -21,8 +21,9 @@ from kvbench.papers.layout import HOLE, longbench, numbers
 from kvbench.papers.matching import differences
 from kvbench.papers.protocol import Plan, plan, runs_of
 from kvbench.policies.describe import describe
-from kvbench.report.table import Table
-from kvbench.results.result import Result, load_results, read_result
+from kvbench.report.text_table import Table
+from kvbench.results.loading import load_results, read_result
+from kvbench.results.result import Result
 from kvbench.results.samples import Sample
 
 LLAMA, QASPER = "llama31_8b_instruct", "longbench_qasper"

@@ -14,7 +14,7 @@ from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.generate import generate_tokens
 from kvbench.results.columns import frame
-from kvbench.results.result import read_result
+from kvbench.results.loading import read_result
 
 LENGTH, BUDGET, NEW = 60, 20, 3
 IDS = torch.tensor([prompt(LENGTH)])

@@ -10,12 +10,13 @@ import pytest
 from plotted_runs import sample, write_run
 from task_data import GOLDEN
 
-from kvbench.report.table import results_table, text
+from kvbench.report.table import results_table
+from kvbench.report.text_table import text
 from kvbench.results.changes import changes
 from kvbench.results.columns import frame
+from kvbench.results.loading import load_results
 from kvbench.results.metrics import metrics
 from kvbench.results.repetition import Repetition, repetition
-from kvbench.results.result import load_results
 from kvbench.results.samples import Sample, SampleFile, read_samples
 from kvbench.results.summary import outcomes_of
 

@@ -42,7 +42,7 @@ CASES = [  # pack, table, task, policy, budget
     ("smollm2", "ruler_context", "ruler/niah_single_2", "snapkv", 512),
     ("smollm2", "multi_news", "longbench/multi_news", "snapkv", 512),
     ("smollm2", "perplexity", "perplexity", "snapkv", 512),
-    ("smollm2", "perplexity_stores", "perplexity", "fp8", None),
+    ("smollm2", "perplexity_stores", "perplexity", "snapkv", 512),
     ("qwen25_coder_05b", "needles", "niah", "snapkv", 512),
     ("qwen25_coder_05b", "ruler", "ruler/vt", "snapkv", 512),
     ("qwen25_coder_05b", "ruler", "ruler/niah_multikey_3", "snapkv", 512),

@@ -16,8 +16,9 @@ from kvbench.errors import UsageError
 from kvbench.report.table import print_table
 from kvbench.results.__main__ import main
 from kvbench.results.columns import COLUMNS, frame, read_table
+from kvbench.results.loading import load_results, read_result
 from kvbench.results.metrics import metrics
-from kvbench.results.result import Result, Results, load_results, read_result
+from kvbench.results.result import Result, Results
 from kvbench.results.samples import Sample
 
 MIB = 2**20

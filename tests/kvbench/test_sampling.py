@@ -13,9 +13,9 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 import kvbench
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.sequence import TokenSampler, filtered, sampled
+from kvbench.results.loading import read_result
 from kvbench.results.metrics import metrics
 from kvbench.results.pairs import paired
-from kvbench.results.result import read_result
 from kvbench.results.samples import Sample
 from kvbench.results.summary import outcomes_of
 from kvbench.run.run import Run

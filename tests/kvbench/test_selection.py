@@ -8,7 +8,7 @@ import pytest
 from plotted_runs import answered, sample, write_run
 
 from kvbench.cli import main
-from kvbench.results.result import load_results
+from kvbench.results.loading import load_results
 from kvbench.results.seeds import over_seeds
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.report.formats import latex, renamed
-from kvbench.report.table import Table, frame_of, table_of
-from kvbench.report.table import text as text_table
+from kvbench.report.text_table import Table, frame_of, table_of
+from kvbench.report.text_table import text as text_table
 
 WORDS = st.text(alphabet="ab1 _%&#$*[]{}~^\\\\-.<", max_size=8)
 

@@ -11,7 +11,7 @@ from plotted_runs import sample, write_run
 from kvbench.cli import main
 from kvbench.errors import UsageError
 from kvbench.report.tracker import Opening, TrackerRun, Watch
-from kvbench.results.result import load_results
+from kvbench.results.loading import load_results
 from kvbench.sweeps.compute import make_watch
 
 TENSORBOARD = "kvbench.report.tensorboard_logger.TensorBoardLogger"

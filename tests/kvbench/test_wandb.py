@@ -21,7 +21,8 @@ from kvbench.cli import main
 from kvbench.engine.compute import compute_runs
 from kvbench.errors import UsageError
 from kvbench.report.wandb_logger import WandbLogger
-from kvbench.results.result import Result, read_result
+from kvbench.results.loading import read_result
+from kvbench.results.result import Result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.sweeps.compute import Guarded, SweepCallback, make_watch

@@ -74,7 +74,7 @@ def test_a_scorer_cannot_protect_fewer_tokens_than_none() -> None:
 def named_choices() -> Iterator[tuple[Any, str, tuple[object, ...]]]:
     """One part of every class that presets are made of, with each of its fields of named values."""
     parts = {}
-    for policy in (make_policy(slug, 64) for slug in preset_names() if not slug.startswith(INCOMPLETE)):
+    for policy in (make_policy(slug, 128) for slug in preset_names() if not slug.startswith(INCOMPLETE)):
         parts |= {type(part): part for part in (policy, *vars(policy).values()) if is_dataclass(part)}
     for part in parts.values():
         for name, hint in get_type_hints(type(part)).items():

@@ -33,7 +33,7 @@ def members(contract: type) -> set[str]:
         (ValueAware, 2),
         (Selection, 1),
         (Reader, 9),
-        (Store, 9),
+        (Store, 10),
         (PromptChoice, 4),
         (TokenRating, 4),
         (ExtraPasses, 5),

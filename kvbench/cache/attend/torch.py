@@ -27,7 +27,7 @@ from kvbench.policies.stores.token_codes import TokenCodeLayer, count_clipped, e
 class TorchBackend(Backend):
     """Attention of each row by itself: rows differ in length, and their slots are used where they are."""
 
-    workspace = 2**23
+    workspace = 2**23  # 8 MiB
     growth = 1.0
     reserved = 0
     reads_at_once = True

@@ -25,7 +25,7 @@ from kvbench.policies.stores.token_codes import decode_step
 class TritonBackend(Backend):
     """One launch for the attention of a layer, whatever the rows are."""
 
-    workspace = 2**29
+    workspace = 2**29  # 512 MiB
     growth = 1.5
     reserved = RESERVED
     reads_at_once = False

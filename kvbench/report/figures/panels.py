@@ -9,7 +9,8 @@ from pathlib import Path
 from kvbench.report.figures.style import Look, family, palette
 from kvbench.results.columns import read_table
 from kvbench.results.labels import in_words
-from kvbench.results.result import Result, Results, load_results
+from kvbench.results.loading import load_results
+from kvbench.results.result import Result, Results
 
 
 @dataclass(frozen=True)

@@ -44,18 +44,18 @@ def test_with_every_rank_nothing_is_lost_and_with_none_set_aside_the_codes_are_p
     whole = feed(Gear(group=32, rank=16, loops=6), keys, values)
     torch.testing.assert_close(whole.keys, keys, rtol=0, atol=1e-4)
     torch.testing.assert_close(whole.values, values, rtol=0, atol=1e-4)
-    (block,) = feed(PLAIN, keys, values).blocks.blocks
+    ((_, codes),) = feed(PLAIN, keys, values).blocks[0]
     expected = slow_codes(keys.unflatten(2, (3, 32)).transpose(-1, -2), 2).swapaxes(-1, -2).reshape(1, 2, 96, 16)
-    np.testing.assert_allclose(PLAIN.plain(block.sides[0], 0, 16), expected, atol=1e-5)
+    np.testing.assert_allclose(PLAIN.plain(codes, 0, 16), expected, atol=1e-5)
 
 
 def test_value_groups_run_over_the_channels_of_all_heads() -> None:
     keys, values = stream(64, heads=4, dim=8)
     store = Gear(group=16, rank=1, outlier_ratio=0.0)
-    (block,) = feed(store, keys, values).blocks.blocks
+    ((_, codes),) = feed(store, keys, values).blocks[1]
     flat = values.transpose(1, 2).reshape(64, 2, 16)  # a token's 32 channels in two groups of two heads each
     expected = slow_codes(flat, 2).reshape(64, 4, 8).swapaxes(0, 1)
-    np.testing.assert_allclose(store.plain(block.sides[1], 1, 8)[0], expected, atol=1e-5)
+    np.testing.assert_allclose(store.plain(codes, 1, 8)[0], expected, atol=1e-5)
 
 
 def test_keys_beyond_the_last_whole_group_stay_exact_values_do_not() -> None:
@@ -69,8 +69,8 @@ def test_keys_beyond_the_last_whole_group_stay_exact_values_do_not() -> None:
 def test_after_the_prompt_a_block_is_compressed_whenever_the_gap_is_full() -> None:
     keys, values = stream(170)
     held = feed(Gear(group=32, gap=50), keys, values, [100] + [1] * 69)
-    assert held.blocks.exact == 19
-    assert [block.tokens for block in held.blocks.blocks] == [100, 50]
+    assert [held.exact_of(side) for side in range(2)] == [19, 19]
+    assert [[tokens for tokens, _ in side] for side in held.blocks] == [[100, 50], [100, 50]]
     assert torch.equal(held.values[:, :, 150:], values[:, :, 150:169])
 
 
@@ -78,13 +78,13 @@ def test_the_released_codes_ways_with_the_prompt_are_options() -> None:
     keys, values = stream(260)
     never = feed(Gear(group=32, gear_prompt="never"), keys, values, [150] + [1] * 110)
     assert torch.equal(never.values[:, :, :150], values[:, :, :150])
-    assert never.blocks.coded == 250
+    assert never.in_codes == [250, 250]
     whole = Gear(group=32, gear_prompt="gap")
     before = feed(whole, keys, values, [150] + [1] * 49)
     assert torch.equal(before.values, values[:, :, :199])
     after = feed(whole, keys, values, [150] + [1] * 110)
-    assert [block.tokens for block in after.blocks.blocks] == [200]
-    assert after.blocks.exact == 60
+    assert [[tokens for tokens, _ in side] for side in after.blocks] == [[200], [200]]
+    assert after.exact_of(0) == 60
 
 
 def test_bytes_are_those_of_the_formula() -> None:

@@ -25,8 +25,8 @@ def recovered(x: Tensor, kinds: Kinds, side: int) -> Tensor:
 
 def low_tokens(held: Any, side: int) -> Tensor:
     """The coded tokens of fewer bits, bool [1,H,N]."""
-    (block,) = held.blocks.blocks
-    return kinds_of(block.sides[side], block.tokens).low
+    ((tokens, codes),) = held.blocks[side]
+    return kinds_of(codes, tokens).low
 
 
 def marked(low: list[bool]) -> Kinds:
@@ -108,7 +108,7 @@ def test_new_tokens_stay_exact_until_the_gap_is_full_and_then_everything_is_quan
     seen = held.keys
     attended(held, queries[:, :, 109:110], 109)
     held.settle()
-    assert (held.blocks.exact, held.blocks.coded) == (0, 110)
+    assert held.in_codes == [110, 110] == [held.used] * 2
     for side, share in enumerate((0.6, 0.6)):
         for head in (0, 1):
             logits = seen[0, head] @ queries[0, 2 * head : 2 * head + 2, 109].T / 4
