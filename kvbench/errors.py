@@ -87,6 +87,22 @@ def refusing(prefix: str = "") -> Iterator[None]:
         raise UsageError(f"{prefix}{error}") from error
 
 
+@contextmanager
+def from_extra(extra: str, purpose: str) -> Iterator[None]:
+    """Turn an import of a package that is not installed into an error with `pip install 'kvbench[extra]'`.
+
+    purpose: what the package is needed for, as the subject of the message. Raises UsageError.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package == "kvbench":
+            raise
+        message = f"{purpose} needs {package}, which is not installed: pip install 'kvbench[{extra}]'"
+        raise UsageError(message) from error
+
+
 def choice(name: str, value: object, *allowed: object) -> None:
     """Raise ConfigError unless the value is one of those allowed."""
     if value not in allowed:

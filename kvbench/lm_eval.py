@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import click
 
-from kvbench.errors import UsageError
+from kvbench.errors import from_extra
 from kvbench.terminal.command import program
 
 HELP = """\
@@ -29,11 +29,9 @@ def cli(words: Sequence[str]) -> None:
     sys.argv = ["kvbench lm-eval", *words]  # which it reads
     if sys.argv[1:] in (["-h"], ["--help"]):
         sys.stdout.write(HELP)
-    try:
+    with from_extra("lm-eval", "this command"):
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import model_registry
-    except ModuleNotFoundError as error:
-        raise UsageError("lm-eval is not installed: pip install 'lm-eval>=0.4.13'") from error
     from kvbench.tasks.lm_eval.load import provide_squad_metrics
 
     if "kvbench" not in model_registry:

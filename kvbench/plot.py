@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, from_extra
 from kvbench.report.selection import selected, selection_options
 from kvbench.terminal.command import PATH, Command, log_to_stderr, program
 from kvbench.terminal.outputs import check_folder, check_output
@@ -60,7 +60,8 @@ def cli(place: Path, output: Path, suffix: str | None, rename: Sequence[str], **
     """Draw the selected figures and print their paths."""
     log_to_stderr()
     logging.getLogger("kvbench").setLevel(logging.INFO)
-    from kvbench.report.figures import panels, pictures, sheet  # imported here: matplotlib takes a second
+    with from_extra("report", "a figure"):
+        from kvbench.report.figures import panels, pictures, sheet  # imported here: matplotlib takes a second
 
     if output.suffix:
         check_output(output, FORMATS, makes_folder=True)

@@ -99,11 +99,9 @@ def official_words() -> Words:
         found = "none"
     spec = find_spec("wonderwords")
     if found != WONDERWORDS or spec is None or spec.origin is None:
-        raise ConfigError(
-            "official",
-            True,
-            why=f"draws from the word lists of wonderwords=={WONDERWORDS}, found {found}: pip install 'kvbench[ruler]'",
-        )
+        wanted = f"wonderwords=={WONDERWORDS}"
+        why = f"draws from the word lists of {wanted}, found {found}: pip install {wanted}"
+        raise ConfigError("official", True, why=why)
     assets = Path(spec.origin).parent / "assets"
     lists = ((assets / f"{kind}list.txt").read_text(encoding="utf-8") for kind in ("adjective", "noun", "verb"))
     return Words(*(tuple(line.rstrip() for line in text.splitlines()) for text in lists))

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, from_extra
 from kvbench.results.columns import COLUMNS
 from kvbench.results.definition import folder_identity
 from kvbench.results.labels import compressed, flat, moments, names
@@ -210,9 +210,9 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _figures(results: Sequence[Result], folder: Path) -> list[Path]:
     """All figures that have data, written to `folder`."""
-    from kvbench.report.figures import panels, pictures  # imported here: matplotlib takes a second
-
     try:
+        with from_extra("report", "a figure"):
+            from kvbench.report.figures import panels, pictures  # imported here: matplotlib takes a second
         return pictures.draw(pictures.ALL, panels.once(results), folder, ".png")
     except UsageError as error:
         log.info("no figure for the tracker: %s", error)

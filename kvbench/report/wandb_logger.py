@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvbench.errors import ConfigError, choice, number
+from kvbench.errors import ConfigError, choice, from_extra, number
 from kvbench.report.tracker import Opening, TrackerRun, Watch
 
 
@@ -40,7 +40,8 @@ class WandbLogger:
         """
         if self.mode == "disabled":
             return None
-        import wandb  # imported here: it takes two seconds
+        with from_extra("wandb", "logger=wandb"):
+            import wandb  # imported here: it takes two seconds
 
         try:
             Path(self.folder).mkdir(parents=True, exist_ok=True)

@@ -60,13 +60,15 @@ def versions() -> dict[str, Any]:
 def other_versions(before: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> str:
     """The versions that differ between environments, as `torch 2.11 then, 2.13 now`; empty if none does.
 
-    The revision of kvbench is not compared, because the code that computes is part of a run's identity.
+    The revision of kvbench is not compared, because the code that computes is part of a run's identity; nor is lm-eval
+    where it was not installed: then no task of it was run.
     """
     found = {}
     for earlier in before:
         then, here = ({**one["packages"], "python": one["python"]} for one in (earlier, now))
         for name in sorted(then.keys() | here.keys()):
-            if then.get(name) != here.get(name):
+            absent = name == "lm-eval" and None in (then.get(name), here.get(name))
+            if then.get(name) != here.get(name) and not absent:
                 found[name] = f"{name} {then.get(name)} then, {here.get(name)} now"
     return "; ".join(found.values())
 

@@ -11,11 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import ConfigError, UsageError, choice, whole_number
+from kvbench.errors import ConfigError, UsageError, choice, from_extra, whole_number
 from kvbench.results.definition import (
     SWEEP_FOLDER,
     Definition,
@@ -72,6 +73,9 @@ class Launcher:
         for name, least in {**numbers, "gpus_per_node": 0, "mem_gb": 1, "max_num_timeout": 0}.items():
             if getattr(self, name) is not None:
                 whole_number(f"hydra.launcher.{name}", getattr(self, name), least)
+        if self.cluster == "slurm":
+            with from_extra("slurm", "hydra/launcher=slurm"):
+                import_module("submitit")
         if self.cluster == "slurm" and self.timeout_min < LEAST_MINUTES:
             why = (
                 f"leaves no time to work, because a job stops {SIGNAL_SECONDS} seconds before its time limit: "

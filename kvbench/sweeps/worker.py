@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from kvbench.errors import from_extra
 from kvbench.results.definition import SWEEP_FOLDER, read_definition
 from kvbench.results.files import is_locked, read_json, write_json
 from kvbench.terminal.command import log_to_stderr, quiet, share_cores, sigterm_as_interrupt
@@ -84,7 +85,8 @@ class Job:
 
     @property
     def _slurm(self) -> submitit.SlurmJob[None]:
-        import submitit
+        with from_extra("slurm", "a job of SLURM"):
+            import submitit
 
         return submitit.SlurmJob(self.folder, self.id)
 

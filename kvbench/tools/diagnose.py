@@ -11,7 +11,7 @@ import yaml
 
 from kvbench.config.completion import complete_overrides
 from kvbench.config.folders import own_folders
-from kvbench.errors import UsageError, refusing
+from kvbench.errors import UsageError, from_extra, refusing
 from kvbench.terminal.command import PATH, Command, program, quiet, share_cores
 
 DIAGNOSTICS = {
@@ -64,7 +64,8 @@ def diagnose(
     from kvbench.terminal.progress import progress
     from kvbench.tools.diagnostics.probe import Probe
 
-    module = import_module(f"kvbench.tools.diagnostics.{name}")
+    with from_extra("report", "a figure"):
+        module = import_module(f"kvbench.tools.diagnostics.{name}")
     rows: list[dict[str, object]] = []
     runs = runs_of(fields, config_dir, getattr(module, "FIELDS", {}))
     with refusing():

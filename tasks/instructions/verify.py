@@ -14,8 +14,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from kvbench.errors import ConfigError
-from kvbench.tasks.extras import from_extra
+from kvbench.errors import ConfigError, from_extra
 from kvbench.tasks.instructions.rules import LETTERS, any_character, ifbench_verifiers
 from kvbench.tasks.predictions import RAISED
 from kvbench.tasks.text_files import check_row

@@ -11,6 +11,7 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
+from kvbench.errors import from_extra
 from kvbench.tasks.scores import by_subset
 from kvbench.tasks.task import Scored
 
@@ -86,7 +87,8 @@ def _official(name: str) -> Callable[[Sequence[Any]], float]:
     """lm-eval's own function."""
 
     def aggregate(values: Sequence[Any]) -> float:
-        from lm_eval.api import metrics  # here: imports sacrebleu
+        with from_extra("lm-eval", f"the aggregate {name}"):
+            from lm_eval.api import metrics  # here: imports sacrebleu
 
         function: Callable[[Sequence[Any]], float] = getattr(metrics, name)
         return function(values)

@@ -14,12 +14,17 @@ from typing import Any, ClassVar
 
 from jinja2.exceptions import TemplateError
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, from_extra
 from kvbench.tasks.lm_eval.load import GENERATES, RATES, LmTask, Loaded, aggregation, generation, load, task_names
 from kvbench.tasks.suite import in_turn
 from kvbench.tasks.task import Example, Task, Tokenizer, counts, is_blank
 
 KEY = ("task", "num_fewshot", "gen_kwargs", "metric", "data_dir", "allow_code_execution", "include_path", "included")
+
+
+def _version() -> str:
+    with from_extra("lm-eval", "a task of lm-eval"):
+        return version("lm_eval")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +55,7 @@ class LmEval(Task):
     allow_code_execution: bool = field(default=False, metadata={"decides": False})  # a permission
     include_path: str | None = field(default=None, metadata={"decides": False})  # `included` is used instead
     included: str | None = field(init=False, default=None)
-    version: str = field(init=False, default_factory=lambda: version("lm_eval"))
+    version: str = field(init=False, default_factory=_version)
 
     @classmethod
     def own_names(cls) -> Sequence[str]:

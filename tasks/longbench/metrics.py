@@ -12,8 +12,7 @@ import string
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 
-from kvbench.errors import ConfigError
-from kvbench.tasks.extras import from_extra
+from kvbench.errors import ConfigError, from_extra
 from kvbench.tasks.longbench.rouge import OFFICIAL_STEPS, OFFICIAL_STEPS_ZH, rouge_l
 from kvbench.tasks.longbench.subsets import Subset
 from kvbench.tasks.scores import bag_f1

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from kvbench.tasks.extras import from_extra
+from kvbench.errors import from_extra
 from kvbench.tasks.hub import HubFolder, data_file
 from kvbench.tasks.text_files import Row, rows
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from kvbench.errors import ConfigError, choice
 from kvbench.tasks.evidence import needle_spans
-from kvbench.tasks.extras import from_extra
 from kvbench.tasks.ruler.base import Draws, SizedTask
 from kvbench.tasks.ruler.package import INSTALL, check_packaged, packaged
 from kvbench.tasks.ruler.templates import NEEDLE, NOISE, Draft, Template, template
@@ -136,8 +135,7 @@ class RulerNiah(SizedTask):
 
 def punkt_sentences(text: str) -> list[str]:
     """Sentences according to nltk's punkt. ValueError if its data is not installed."""
-    with from_extra("ruler", "official=True"):
-        from nltk.tokenize import sent_tokenize  # here: optional
+    from nltk.tokenize import sent_tokenize  # here: slow to import
 
     try:
         sentences: list[str] = sent_tokenize(text)

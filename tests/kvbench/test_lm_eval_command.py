@@ -24,7 +24,10 @@ def test_kvbench_does_not_replace_the_script_of_lm_eval() -> None:
 def test_a_lm_eval_that_is_not_there_is_one_sentence() -> None:
     script = "import sys; sys.modules['lm_eval'] = None; from kvbench.lm_eval import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "kvbench: lm-eval is not installed: pip install 'lm-eval>=0.4.13'\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "kvbench: this command needs lm_eval, which is not installed: pip install 'kvbench[lm-eval]'\n",
+    )
 
 
 def command_line_task(folder: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, from_extra
 from kvbench.report.selection import selected, selection_options
 from kvbench.tasks.trust import trust_option
 from kvbench.terminal.command import PATH, Command, log_to_stderr, program
@@ -64,15 +64,19 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
 
     from kvbench.report.changes import changes_table
     from kvbench.report.evidence import evidence_table, has_evidence
-    from kvbench.report.html import tables
-    from kvbench.report.html.caveats import caveats
-    from kvbench.report.html.examples import LEVELS, examples
     from kvbench.results.labels import flat
+
+    with from_extra("report", "a report"):
+        import itables  # contains DataTables
+
+        from kvbench.report.html import tables
+        from kvbench.report.html.caveats import caveats
+        from kvbench.report.html.examples import LEVELS, examples
 
     rows = tables.in_order(results)
     detailed = _detailed(rows)
     groups = tables.groups(rows)
-    bundle = resources.files("itables") / "html"  # DataTables, from the package itables
+    bundle = resources.files(itables) / "html"
     loader = PackageLoader("kvbench.report.html", ".")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
