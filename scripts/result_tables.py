@@ -22,7 +22,7 @@ import yaml
 
 from kvbench.papers.claims import PAPERS, Claim, Comparison, judge, read_claims
 from kvbench.results.changes import changes
-from kvbench.results.result import load_results
+from kvbench.results.loading import load_results
 from kvbench.results.statistics import (
     Difference,
     corrected,
