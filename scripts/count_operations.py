@@ -1,8 +1,9 @@
-"""Operations on tensors of a prefill, of a block at the budget, of a decoded token and of another variant.
+"""Operations on tensors of a prefill, of blocks at the budget, of a decoded token and of another variant.
 
 python scripts/count_operations.py [-o FILE.csv]. A GPU launches about one kernel for each; views are not counted. The
 model has the layers and heads of Llama-3.1-8B, tiny ones, so that it runs on a CPU in minutes: the number of operations
-does not depend on their size. A CPU sums attention in more pieces than a GPU's kernels do.
+does not depend on their size. As many layers evict together as on a GPU. A CPU sums attention in more pieces than a
+GPU's kernels do.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import kvbench
 from kvbench import make_policy
+from kvbench.cache.attend import TorchBackend, TritonBackend
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.policies.policy import Policy
 from kvbench.results.session import git_revision
 
-LENGTH, BUDGET, BLOCK, LAYERS = 768, 128, 64, 32
+LENGTH, BUDGET, BLOCK, LAYERS, PROMPTS = 768, 128, 64, 32, 8
 WHOLE = ["full", "streamingllm", "snapkv", "h2o", "cake", "d2o"]
 BLOCKS = ["streamingllm", "snapkv", "tova", "h2o", "caote_snapkv"]
 SWEEP = ["streamingllm", "snapkv", "tova", "h2o", "caote_snapkv", "cake"]
@@ -74,6 +76,21 @@ def admission(model: PreTrainedModel, policies: list[Policy], length: int = LENG
     return counted(lambda: batch.admit(request(length), policies)), batch
 
 
+def block(model: PreTrainedModel, policy: Policy, prompts: int = 1) -> float:
+    """The operations of a block at the budget, of one prompt or of several in one call."""
+    few, many = (
+        counted(lambda length=length: DecodeBatch(model).admit_prompts([[request(length)]] * prompts, [policy]))
+        for length in (LENGTH - 2 * BLOCK, LENGTH)
+    )
+    return (many - few) / 2
+
+
+def variant(model: PreTrainedModel, slugs: list[str]) -> float:
+    """The operations that a further variant of one of these policies adds to a prefill, of six budgets of each."""
+    variants = [make_policy(slug, BUDGET // 8 * share, schedule="prompt") for slug in slugs for share in range(4, 10)]
+    return (admission(model, variants)[0] - admission(model, variants[:1])[0]) / (len(variants) - 1)
+
+
 @torch.inference_mode()
 def rows(model: PreTrainedModel) -> list[dict[str, Any]]:
     """What is counted, for which policy, and the operations: all and per layer."""
@@ -89,17 +106,16 @@ def rows(model: PreTrainedModel) -> list[dict[str, Any]]:
         note("decoded token", slug, counted(batch.step))
     for slug in BLOCKS:
         policy = make_policy(slug, BUDGET, schedule="blocks", block=BLOCK)
-        few, many = (admission(model, [policy], length)[0] for length in (LENGTH - 2 * BLOCK, LENGTH))
-        note("block at the budget", slug, (many - few) / 2)
-    variants = [make_policy(slug, BUDGET // 8 * share, schedule="prompt") for slug in SWEEP for share in range(4, 10)]
-    one = admission(model, variants[:1])[0]
-    note(f"admission of {len(variants)} variants, each beyond the first", ", ".join(SWEEP),
-         (admission(model, variants)[0] - one) / (len(variants) - 1))  # fmt: skip
+        note("block at the budget", slug, block(model, policy))
+        note(f"block at the budget of {PROMPTS} prompts, for each", slug, block(model, policy, PROMPTS) / PROMPTS)
+    for slugs in (*([slug] for slug in SWEEP), SWEEP):
+        note(f"admission of {6 * len(slugs)} variants, each beyond the first", ", ".join(slugs), variant(model, slugs))
     return found
 
 
 def main() -> None:
     """Print the table, and write it if asked."""
+    TorchBackend.workspace = TritonBackend.workspace
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", help="a CSV file")
     given = parser.parse_args()

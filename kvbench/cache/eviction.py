@@ -157,7 +157,7 @@ def batches(steps: List[Step]) -> Iterable[list[Step]]:
         tensors = tuple((name, x.shape[1:2] + x.shape[3:], x.dtype, x.device) for name, x in held.memory.items())
         own = sequence.rule if step.known is None else sequence
         window = None if step.window is None else step.window[0].shape
-        counts = step.budget, layer.count, held.used, held.slots, sequence.budgets.prompt, sequence.budgets.question
+        counts = step.budget, step.spare, step.prompt_done, layer.count, held.used, held.slots
         key = own, step.policy.schedule, step.span, step.fresh, counts, tensors, window, step.params[:3]
         alike.setdefault(key, []).append(step)
     return alike.values()
@@ -190,7 +190,6 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
             step.layer.recent.held, step.layer.recent.borrowed = own, False
     few = first.queries.shape[2] <= FEW_QUERIES  # more are in no score, apart from the window
     queries = torch.cat([step.queries if few else step.queries[:, :, :0] for step in steps])
-    info = seen.sequences
     return LazyObservation(
         contents.__getitem__,
         queries=queries,
@@ -201,11 +200,11 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
         params=seen.params,
         window=window,
         slots=seen.slots,
-        sequences=info._replace(
-            opens=info.opens * count,
-            budgets=info.budgets * count,
-            prompts=info.prompts * count,
-            questions=info.questions * count,
+        sequences=seen.sequences._replace(
+            opens=seen.sequences.opens * count,
+            budgets=seen.sequences.budgets * count,
+            prompts=tuple(step.sequence.budgets.prompt for step in steps),
+            questions=tuple(step.sequence.budgets.question for step in steps),
         ),
         shared=seen.shared,
         known=known,

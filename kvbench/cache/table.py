@@ -172,6 +172,8 @@ class Table:
         """Move the layers of sequences into the flat memory; returns the states of their rows."""
         for sequence in sequences:
             for layer in sequence.layers:
+                if sequence.policy.decoding_evicts:
+                    slot_store(layer).store_positions()
                 if slots_to_grow(sequence, layer) > 0:
                     slot_store(layer).reserve()
                     sequence.note_bytes(layer.index)

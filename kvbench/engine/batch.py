@@ -22,7 +22,7 @@ from kvbench.cache.pre_passes import rate
 from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.divergence import Comparison
 from kvbench.engine.logits import next_logits
-from kvbench.engine.prefill import prefill_prompt
+from kvbench.engine.prefill import prefill_prompts
 from kvbench.engine.recorded_blocks import BlockRecorder
 from kvbench.engine.sequence import History, LiveSequence, Request, advance
 from kvbench.policies.policy import Policy
@@ -89,7 +89,6 @@ class DecodeBatch:
         """
         return self.admit_questions([request], policies)[0]
 
-    @torch.inference_mode()
     def admit_questions(
         self,
         requests: Sequence[Request],
@@ -103,25 +102,37 @@ class DecodeBatch:
         reference: compare all sequences with a sequence of this policy (`engine.divergence`). It has the first of the
         histories, is part of the batch until the others have finished, and is not returned.
         """
-        assert all(map(self.can_admit, requests))
-        assert all(self.shares_prompt(requests[0], request) for request in requests[1:])
+        return self.admit_prompts([requests], policies, histories, reference)[0]
+
+    @torch.inference_mode()
+    def admit_prompts(
+        self,
+        prompts: Sequence[Sequence[Request]],
+        policies: Sequence[Policy],
+        histories: Sequence[History | None] = (),
+        reference: Policy | None = None,
+    ) -> list[list[list[LiveSequence]]]:
+        """`admit_questions` for several prompts; their blocks are rows of one call. histories: for a single prompt."""
+        for requests in prompts:
+            assert all(map(self.can_admit, requests))
+            assert all(self.shares_prompt(requests[0], request) for request in requests[1:])
         policies = policies if reference is None else [reference, *policies]
-        sequences = [[new_sequence(request, policy) for policy in policies] for request in requests]
-        comparisons = [Comparison(first, others) for first, *others in sequences if reference is not None]
-        for sequence, history in zip(sequences[0], histories, strict=False):
+        rows = [[[new_sequence(one, policy) for policy in policies] for one in requests] for requests in prompts]
+        comparisons = [Comparison(first, others) for first, *others in chain(*rows) if reference is not None]
+        for sequence, history in zip(rows[0][0], histories, strict=False):
             sequence.history = history
-        prefill_prompt(self._model, sequences, self._blocks)
+        prefill_prompts(self._model, rows, self._blocks)
         for comparison in comparisons:
             comparison.advance()
-        self.start(chain(*sequences))
+        self.start(chain(*chain(*rows)))
         self.drop([])
-        return sequences if reference is None else [others for _, *others in sequences]
+        return rows if reference is None else [[others for _, *others in questions] for questions in rows]
 
     def admit_each(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
         """Admit any requests, with one prefill if they share their prompt."""
         if all(self.shares_prompt(requests[0], other) for other in requests[1:]):
             return self.admit_questions(requests, policies)
-        return [self.admit(request, policies) for request in requests]
+        return [answers for (answers,) in self.admit_prompts([[request] for request in requests], policies)]
 
     def start(self, sequences: Iterable[LiveSequence]) -> None:
         """Add prefilled sequences to the batch."""
@@ -187,7 +198,7 @@ class DecodeBatch:
             answer = request.input_ids.new_tensor([sequence.tokens])
             sequence.request = replace(request, input_ids=torch.cat([request.input_ids, answer], dim=1))
             sequence.decode_steps += 1
-            prefill_prompt(self._model, [[sequence]])
+            prefill_prompts(self._model, [[[sequence]]])
             if sequence.error is None:
                 sequence.held.peak_nbytes = max(peak, sequence.held.peak_nbytes)
         _compare([*sequences, *self.sequences])

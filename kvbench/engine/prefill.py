@@ -7,7 +7,7 @@ Shapes: B batch, S sequences, T prompt tokens, M tokens after it, V vocabulary.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -102,28 +102,50 @@ def _given_singly(policy: Policy) -> bool:
     return policy.rates or not policy.store.exact
 
 
-# --- one prompt, for the sequences of all questions about it ---------------------------------------------------------
-def prefill_prompt(
-    model: PreTrainedModel, questions: Sequence[Sequences], recorder: BlockRecorder | None = None
+# --- prompts, each for the sequences of all questions about it -------------------------------------------------------
+def prefill_prompts(
+    model: PreTrainedModel, prompts: Sequence[Sequence[Sequences]], recorder: BlockRecorder | None = None
 ) -> None:
-    """Prefill a prompt and choose the token after it, for the sequences of every question about it.
+    """Prefill prompts and choose the token after each, for the sequences of every question about it.
 
     The sequences of all questions have the same policies in the same order, except for the seeds of random numbers.
-    Turns of a conversation come one at a time. A sequence that fails has its error afterwards.
+    Blocks of several prompts are rows of one call. Turns of a conversation come one at a time. A sequence that fails
+    has its error afterwards.
     """
-    if questions[0][0].request.turns:
-        assert len(questions) == 1, "turns continue from different caches"
-        _prefill_turn(model, questions[0])
-        return
+    blocks: dict[int, list[Sequence[Sequences]]] = {}
+    for questions in prompts:
+        if questions[0][0].request.turns:
+            assert len(questions) == 1, "turns continue from different caches"
+            _prefill_turn(model, questions[0])
+            continue
+        for part in _parts(model, questions):
+            if len(prompts) > 1 and all(blocks_join(one.policy, _length(one)) for one in part[0]):
+                blocks.setdefault(_block(part[0][0]), []).append(part)
+            else:
+                _prefill_questions(model, part, recorder)
+    for size, parts in blocks.items():
+        while parts:
+            rows = list(accumulate(len(part[0]) for part in parts))
+            fit = max(1, sum(count * size <= CALL_TOKENS for count in rows))
+            _prefill_blocks(model, parts[:fit], size, recorder)
+            del parts[:fit]
+
+
+def blocks_join(policy: Policy, tokens: int) -> bool:
+    """Whether blocks of a prompt of this many tokens can be rows of a call with those of other prompts."""
+    return policy.pre_pass is None and policy.schedule.call_size(tokens) < tokens
+
+
+def _parts(model: PreTrainedModel, questions: Sequence[Sequences]) -> Iterator[Sequence[Sequences]]:
+    """The sequences of a prompt that can prefill together, for every question."""
     shared: dict[LiveSequence, Sequences] = {}
     for sequences in zip(*questions, strict=True):
         if all(sequence.policy == sequences[0].policy for sequence in sequences[1:]):
             shared[sequences[0]] = sequences
         else:  # a policy with random numbers, for several answers to one prompt
-            for sequence in sequences:
-                _prefill_questions(model, [[sequence]], recorder)
+            yield from ([[sequence]] for sequence in sequences)
     for batch in _batches(model, list(shared)):
-        _prefill_questions(model, list(zip(*(shared[first] for first in batch), strict=True)), recorder)
+        yield list(zip(*(shared[first] for first in batch), strict=True))
 
 
 def _batches(model: PreTrainedModel, sequences: Sequences) -> Iterator[list[LiveSequence]]:
@@ -149,19 +171,83 @@ def _batches(model: PreTrainedModel, sequences: Sequences) -> Iterator[list[Live
 
 def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences], recorder: BlockRecorder | None) -> None:
     """Prefill for the sequences of the first question, copy their caches for the others, and append the questions."""
+    try:
+        logits, opened = _prefill(model, questions[0], recorder)
+    except Exception as error:  # of the model or the memory: it ends these sequences and no others
+        _fail(chain(*questions), error)
+        return
+    _ask(model, questions, logits, len(opened) * len(questions))
+
+
+def _ask(model: PreTrainedModel, questions: Sequence[Sequences], logits: Tensor, sharing: int) -> None:
+    """Copy the caches of the first question's sequences for the others, and append the questions."""
     first, *others = questions
     try:
-        logits, opened = _prefill(model, first, recorder)
         for question in others:
             for sequence, source in zip(question, first, strict=True):
                 sequence.cache = None if source.cache is None else fork(source.cache)
                 sequence.error = source.error
-    except Exception as error:  # of the model or the memory: it ends these sequences and no others
+    except Exception as error:
         _fail(chain(*questions), error)
         return
-    sharing = len(opened) * len(questions)
     for question in questions:
         _start([sequence for sequence in question if sequence.cache is not None], logits, sharing, model)
+
+
+def _prefill_blocks(
+    model: PreTrainedModel, prompts: Sequence[Sequence[Sequences]], size: int, recorder: BlockRecorder | None
+) -> None:
+    """Prefill prompts in blocks of one size: each call has a block of every prompt that has a whole one left."""
+    try:
+        ids = [_open(model, questions[0]) for questions in prompts]
+        opened = [[one.cache for one in questions[0] if one.cache is not None] for questions in prompts]
+        logits = _block_calls(model, ids, opened, size, recorder)
+    except Exception as error:
+        _fail(chain(*chain(*prompts)), error)
+        return
+    sharing = sum(len(caches) * len(questions) for caches, questions in zip(opened, prompts, strict=True))
+    for questions, out in zip(prompts, logits, strict=True):
+        _ask(model, questions, out, sharing)
+
+
+def _block_calls(
+    model: PreTrainedModel,
+    ids: Sequence[Tensor],
+    caches: Sequence[Sequence[KVCache]],
+    size: int,
+    recorder: BlockRecorder | None,
+) -> list[Tensor]:
+    """The logits [S,V] after each prompt ids [1,T], for its caches; no logits for a prompt without a cache."""
+    found = [prompt.new_zeros(0, 0, dtype=torch.float32) for prompt in ids]
+    begin, rows, cache = 0, list[int](), caches[0][0] if caches[0] else None
+    left = [index for index, some in enumerate(caches) if some]
+    reset_rotation(model)
+    while left:
+        new = size
+        if begin == 0 and recorder is not None:
+            cache, rows = together(list(chain(*(caches[index] for index in left)))), left
+            new = recorder.first_call(cache, size, min(ids[index].shape[1] for index in left))
+        whole = [index for index in left if ids[index].shape[1] - begin >= new]
+        for index in left:
+            if index not in whole:  # the end of a prompt, shorter than a block
+                rest = ids[index][:, begin:].expand(len(caches[index]), -1)
+                found[index] = prefill(model, rest, together(caches[index]), size=size)
+        if whole and whole != rows:
+            cache, rows = together(list(chain(*(caches[index] for index in whole)))), whole
+        if whole:
+            assert cache is not None
+            block = torch.cat([ids[i][:, begin : begin + new].expand(len(caches[i]), -1) for i in whole])
+            positions = torch.arange(begin, begin + new, device=block.device).expand_as(block)
+            if recorder is None:
+                logits = next_logits(model, block, positions, cache)
+            else:
+                last = any(ids[index].shape[1] == begin + new for index in whole)
+                logits = recorder(block, positions, cache, last).clone()
+            for index, out in zip(whole, logits.split([len(caches[index]) for index in whole]), strict=True):
+                found[index] = out
+        begin += new
+        left = [index for index in whole if ids[index].shape[1] > begin]
+    return found
 
 
 def _fail(sequences: Iterable[LiveSequence], error: Exception) -> None:

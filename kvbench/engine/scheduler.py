@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any, NoReturn
 
 from kvbench.engine.answers import (
@@ -35,6 +35,7 @@ from kvbench.engine.divergence import full_cache
 from kvbench.engine.logits import now
 from kvbench.engine.memory import MemoryPlanner, peak, reset_peak
 from kvbench.engine.pace import Pace, Work
+from kvbench.engine.prefill import blocks_join
 from kvbench.engine.prompts import in_batch
 from kvbench.engine.run_writer import RunWriter, WorkItem, one_by_one
 from kvbench.engine.sequence import History, LiveSequence, Request
@@ -138,29 +139,50 @@ class Scheduler:
             if not self._batch.can_admit(self._request(first)) or not self._may_start(first, len(runs)):
                 return
             some = [first, *self._questions(first, runs)]
-            prompts = [one.prompt for one in some]
+            groups = [some] if len(some) > 1 else [some, *([one] for one in self._beside(first, runs))]
+            prompts = [one.prompt for group in groups for one in group]
             in_flight = [(flight.run, flight.prompt) for flight in self._in_flight.values()]
             count = self._planner.fits(prompts, runs, in_flight, self._batch.nbytes)
             if not count:
                 return
             if count < len(runs):
                 self._waiting[0] = replace(first, runs=runs[count:])
-                self._admit([first], runs[:count])
+                self._admit([[first]], runs[:count])
                 continue
-            some = some[: count // len(runs)]
-            for _ in some:
+            count //= len(runs)
+            groups = groups[:count] if len(groups) > 1 else [some[:count]]
+            for _ in chain(*groups):
                 self._waiting.popleft()
-            self._admit(some, runs)
+            self._admit(groups, runs)
 
-    def _may_start(self, item: WorkItem, count: int) -> bool:
-        """Whether an example may start for `count` runs; the rest of the oldest one in flight always may."""
+    def _may_start(self, item: WorkItem, count: int, before: Sequence[WorkItem] = ()) -> bool:
+        """Whether an example may start for `count` runs; the rest of the oldest one in flight always may.
+
+        before: other examples that start with it, whose prompts are prefilled in the same calls.
+        """
         oldest = next(iter(self._in_flight.values()), None)
-        if oldest is None or item.index <= oldest.item.index:
+        if not before and (oldest is None or item.index <= oldest.item.index):
             return True
         now, steps = time.monotonic(), self._request(item).max_new_tokens
-        started = (flight.work(sequence, now) for sequence, flight in self._in_flight.items())
-        new = Work(0.0, len(item.prompt.ids), steps, steps)
-        return self._pace.may_start(started, new, self._batch.in_flight, count)
+        started = [flight.work(sequence, now) for sequence, flight in self._in_flight.items()]
+        tokens = sum(len(one.prompt.ids) for one in (*before, item))
+        new = Work(0.0, tokens, steps, steps)
+        return self._pace.may_start(started, new, self._batch.in_flight + len(before) * count, count)
+
+    def _beside(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
+        """The next examples for the same runs whose blocks can be rows of the calls with those of the first one."""
+        found: list[WorkItem] = []
+        for one in islice(self._waiting, 1, None):
+            if (
+                one.live != runs
+                or not all(map(_blocks_join, (first, one)))
+                or not self._batch.can_admit(self._request(one))
+            ):
+                break
+            if not self._may_start(one, len(runs), [first, *found]):
+                break
+            found.append(one)
+        return found
 
     def _questions(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
         """The next questions for the same runs that can share the prefill of the first one's context."""
@@ -189,17 +211,21 @@ class Scheduler:
         self._deliver(run, item.prompt, lambda: computed_whole(run.run, self._loaded, item.prompt, report))
         report(units(item.prompt))
 
-    def _admit(self, some: Sequence[WorkItem], runs: Sequence[RunWriter]) -> None:
-        """Prefill a prompt, or a context and some questions about it, for some runs."""
-        first, run, model, before = some[0], runs[0].run, self._loaded.model, self._batch.nbytes
-        count = len(some) * len(runs)
-        requests, histories = list(map(self._request, some)), [self._history(first, run) for run in runs]
+    def _admit(self, groups: Sequence[Sequence[WorkItem]], runs: Sequence[RunWriter]) -> None:
+        """Prefill prompts, or a context and some questions about it, for some runs. groups: items of equal prompts."""
+        first, run, model, before = groups[0][0], runs[0].run, self._loaded.model, self._batch.nbytes
+        some = list(chain(*groups))
+        count, tokens = len(some) * len(runs), sum(len(group[0].prompt.ids) for group in groups)
+        requests, histories = (
+            [list(map(self._request, group)) for group in groups],
+            [self._history(first, run) for run in runs],
+        )
         if first.prompt.own and len(first.prompt.turns) > 1 and None in histories:  # runs with own answers are alone
             error = HistoryError("the answer of an earlier turn failed, so this turn has no history")
             self._deliver(runs[0], first.prompt, partial(_raise, error))
             return
         if first.prompt.turns and not first.prompt.own and self._continues(first, runs):
-            requests = [replace(requests[0], next_turn="golden")]
+            requests = [[replace(requests[0][0], next_turn="golden")]]
         reset_peak(run.device)
         allocated, began, start = peak(run.device), now(model), time.monotonic()
         starts = [self._starts.setdefault(one.index, start) for one in some]
@@ -207,23 +233,26 @@ class Scheduler:
             policies = [policy_for(run.run.policy, first.prompt) for run in runs]
             reference = full_cache() if run.task.divergence else None
             before_it = [] if reference is None else [self._history(first, None)]
-            sequences = self._batch.admit_questions(requests, policies, [*before_it, *histories], reference)
+            if len(groups) == 1:
+                answers = self._batch.admit_questions(requests[0], policies, [*before_it, *histories], reference)
+            else:
+                answers = list(chain(*self._batch.admit_prompts(requests, policies, reference=reference)))
         except Exception as error:
             self._fail(error, [(run, one.prompt) for one in some for run in runs])
             return
         seconds = now(model) - began
-        self._totals.prefilled(len(first.prompt.ids), count, seconds)
-        self._pace.prefilled(len(first.prompt.ids), count, seconds)
+        self._totals.prefilled(tokens, count, seconds)
+        self._pace.prefilled(tokens, len(groups[0]) * len(runs), seconds)
         if allocated is not None:
             taken = (peak(run.device) or 0) - allocated
             self._planner.measured(first.prompt, run, taken - (self._batch.nbytes - before))
-        for one, answers, start in zip(some, sequences, starts, strict=True):
-            for sequence, writer, history in zip(answers, runs, histories, strict=True):
+        for one, own, start in zip(some, answers, starts, strict=True):
+            for sequence, writer, history in zip(own, runs, histories, strict=True):
                 known = one.prompt.known if one is first else 0
                 recomputed = known if history is None else history.recomputed
                 self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed, start)
-                own = None if sequence.comparison is None else sequence.comparison.reference
-                for key, kept in ((writer, sequence), (None, own)):
+                reader = None if sequence.comparison is None else sequence.comparison.reference
+                for key, kept in ((writer, sequence), (None, reader)):
                     if kept is not None and kept.history is not None and kept.error is None:
                         self._histories[one.conversation, key, one.prompt.sample] = kept.history
         in_flight = self._batch.in_flight
@@ -331,6 +360,17 @@ class Scheduler:
         self._batch.drop(unwanted)
         for sequence in unwanted:
             del self._in_flight[sequence]
+
+
+def _blocks_join(item: WorkItem) -> bool:
+    """Whether all runs of an item prefill its prompt in blocks, which can be rows of calls with those of others."""
+    prompt = item.prompt
+    own_rules = (
+        prompt.turns or prompt.is_scored or prompt.example.reading is not None or prompt.context_hash is not None
+    )
+    if own_rules or not in_batch(item.runs[0].run, prompt):
+        return False
+    return all(blocks_join(run.run.policy, len(prompt.ids)) for run in item.runs)
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.families import layout_of
 from kvbench.engine.logits import now
-from kvbench.engine.prefill import GIVEN_TOKENS, append_given, prefill_prompt
+from kvbench.engine.prefill import GIVEN_TOKENS, append_given, prefill_prompts
 from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.models.prompt import Prompt
@@ -53,7 +53,7 @@ def continuation_scores(
             f"{list(prompt.shape)} and {list(continuation.shape)} tokens"
         )
     sequence = LiveSequence(Request(prompt, continuation.shape[1], encoder=encoder, target=continuation), policy)
-    prefill_prompt(model, [[sequence]])
+    prefill_prompts(model, [[[sequence]]])
     if sequence.error is not None:
         raise sequence.error
     assert sequence.scores is not None

@@ -43,12 +43,12 @@ class SlotStore(LayerStore):
     def __init__(
         self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int, ragged: bool = False
     ) -> None:
-        rows, device, wide = keys.shape[:2], keys.device, widen(keys.new_empty(0)).dtype
+        none = keys[:, :, :0, 0]
         self.memory: dict[str, Tensor] = {
-            "keys": keys.new_empty(*rows, 0, keys.shape[-1]),
-            "values": values.new_empty(*rows, 0, values.shape[-1]),
-            "positions": torch.full((*rows, 0), -1, dtype=torch.int32, device=device),
-            **{name: torch.zeros(*rows, 0, width, dtype=wide, device=device) for name in statistics},
+            "keys": keys[:, :, :0],
+            "values": values[:, :, :0],
+            "positions": none.to(torch.int32),
+            **{name: widen(none)[..., None].expand(-1, -1, -1, width) for name in statistics},
         }
         self._statistics, self._ragged = statistics, ragged
         self.starts: Tensor | None = None
@@ -91,7 +91,7 @@ class SlotStore(LayerStore):
         """All slots in use by name, [B,H,C,...]."""
         return {name: self._view(name) for name in self.memory} | {"positions": self.positions}
 
-    def _store_positions(self) -> None:
+    def store_positions(self) -> None:
         """Store the positions of memory without them, before a token is evicted or missing."""
         if "positions" not in self.memory:
             self.memory["positions"] = self.slot_positions().contiguous()
@@ -319,7 +319,7 @@ class SlotStore(LayerStore):
 
     def keep(self, mask: Tensor, spare: int, count: int | None = None) -> Tensor:
         self._even_out()
-        self._store_positions()
+        self.store_positions()
         ragged = self._ragged and not mask.is_meta
         slots = self._compact(mask, 0 if ragged else spare, count)
         self._whole = False
@@ -336,7 +336,7 @@ class SlotStore(LayerStore):
         """`keep` for slots [B,H,n] in order of position, if no slot is empty."""
         assert self._packed
         assert not self.ragged
-        self._store_positions()
+        self.store_positions()
         self._move(slots, spare)
         self.kept(slots.shape[2], spare)
         return slots

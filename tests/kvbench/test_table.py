@@ -137,6 +137,16 @@ def test_sequences_below_their_budget_decode_in_the_same_launches(
     assert min(equal_one_by_one(model_of(), policies(slugs, (40, 96, 120)))) == 1, "all are on the device in every step"
 
 
+def test_codes_below_their_budget_grow_and_then_evict() -> None:
+    """The prompt of 71 tokens is below the budget, so that no eviction has stored its positions."""
+    some, model, shares = [make_policy("snapkv_fp8", 75, window=6, decode="evict")], model_of(), list[float]()
+    with patch(BACKEND, lambda like: TorchBackend()):
+        together = decoded(model, some, shares)
+    assert min(shares) == 1
+    with patch("kvbench.cache.tables.can_join", lambda sequence: False):
+        assert [one[:3] for one in together] == [one[:3] for one in decoded(model, some)]
+
+
 @pytest.mark.parametrize(
     "family", few_fast(HYBRIDS, ("nemotron_h", "zaya"), pytest.mark.slow("runs every hybrid family"))
 )

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.engine.prefill import prefill_prompt
+from kvbench.engine.prefill import prefill_prompts
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.engine.teacher_forcing import continuation_scores, text_scores
 from kvbench.policies.policy import Policy
@@ -123,7 +123,7 @@ def test_policies_that_score_one_continuation_together_score_it_as_each_alone() 
     ]
     request = Request(PROMPT, CONTINUATION.shape[1], target=CONTINUATION)
     together = [LiveSequence(request, policy) for policy in policies]
-    prefill_prompt(model(), [together])
+    prefill_prompts(model(), [[together]])
     assert [one.sharing for one in together] == [len(policies)] * len(policies)
     for one in together:
         assert one.complete

@@ -1,0 +1,39 @@
+"""What a GPU's host launches for a block and for a further variant of a policy, counted as operations on a CPU."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvbench import make_policy
+from kvbench.cache.attend import TorchBackend, TritonBackend
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import count_operations as counts
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return counts.tiny_llama()
+
+
+@pytest.fixture(autouse=True)
+def _as_many_layers_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(TorchBackend, "workspace", TritonBackend.workspace)
+    with torch.inference_mode():
+        yield
+
+
+def test_a_block_at_the_budget_is_the_models_operations_and_a_few_for_all_layers(model: PreTrainedModel) -> None:
+    policy = make_policy("caote_snapkv", counts.BUDGET, schedule="blocks", block=counts.BLOCK)
+    alone = counts.block(model, policy) / counts.LAYERS
+    assert alone <= 45
+    assert counts.block(model, policy, 8) / 8 / counts.LAYERS <= alone / 4  # eight prompts in one call
+
+
+def test_a_further_budget_of_a_policy_evicts_all_layers_at_once(model: PreTrainedModel) -> None:
+    assert counts.variant(model, ["snapkv"]) / counts.LAYERS <= 6
