@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from kvbench.cache.copies import fork
 from kvbench.engine.batch import DecodeBatch, new_sequence
 from kvbench.engine.divergence import Comparison, full_cache
-from kvbench.engine.prefill import prefill_prompt
+from kvbench.engine.prefill import prefill_prompts
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.policy import Policy
@@ -66,7 +66,7 @@ def measure(probe: Probe) -> list[dict[str, object]]:
     policies = (full_cache(), probe.policy, _without_eviction(probe.policy, request))
     full, base, whole = (new_sequence(request, policy) for policy in policies)
     Comparison(full, [base, whole])
-    prefill_prompt(probe.model, [[full, base, whole]])
+    prefill_prompts(probe.model, [[[full, base, whole]]])
     places = list(_places(whole, probe.heads))
     found, waiting, batch = dict[object, float](), iter([None, *places]), DecodeBatch(probe.model)
     while some := list(islice(waiting, AT_ONCE)):
