@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import kl_and_score
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
@@ -51,6 +52,8 @@ def figures(pack: Path) -> Iterator[tuple[str, Figure]]:
         yield "bytes", held(found, tables["perplexity_stores"], title)
     if "perplexity" in tables:
         yield "perplexity", likelihoods(tables["perplexity"], f"{title}, Moby Dick, evicted every 128 tokens")
+    if "kl" in tables:
+        yield "kl_and_score", kl_and_score.figure(tables["kl"], tables["kl_rank"], title)
     samples = pd.read_csv(pack / "samples.csv.gz")
     needles = samples[(samples.table == "needles") & samples.policy.isin(MAPS)]
     if needles.policy.nunique() == len(MAPS):

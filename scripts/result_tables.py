@@ -17,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kl_and_score
 import pandas as pd
 import yaml
 
 from kvbench.papers.claims import PAPERS, Claim, Comparison, judge, read_claims
 from kvbench.results.changes import changes
-from kvbench.results.result import load_results
+from kvbench.results.loading import load_results
 from kvbench.results.statistics import (
     Difference,
     corrected,
@@ -396,6 +397,9 @@ def write(pack: Path, found: pd.DataFrame) -> None:
         differences = to_base(own[~own.policy.str.contains("(", regex=False)])
         if not differences.empty:
             differences.round(4).to_csv(pack / file, index=False)
+
+    if (pack / kl_and_score.KL_SAMPLES).exists():
+        kl_and_score.write(pack, found)
 
 
 def main() -> None:

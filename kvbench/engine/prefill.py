@@ -16,16 +16,15 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import KVCache
 from kvbench.cache.copies import fork, together
 from kvbench.cache.families import layout_of, reset_rotation
-from kvbench.engine.logits import all_logits, next_logits, now
-from kvbench.engine.pre_pass import open_cache, pre_pass, rate_next
+from kvbench.engine.given import append_given, given_singly, given_size
+from kvbench.engine.logits import next_logits, now
+from kvbench.engine.pre_pass import open_cache, pre_pass
 from kvbench.engine.recorded_blocks import CALL_TOKENS, BlockRecorder
 from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
 from kvbench.engine.sequence import History, LiveSequence, choose_next
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
 from kvbench.run.run import check_context
-
-GIVEN_TOKENS = 512  # given tokens of one call: more is hardly faster and hides the progress
 
 Sequences = Sequence[LiveSequence]
 
@@ -67,39 +66,6 @@ def call_size(model: PreTrainedModel, policy: Policy, begin: int, total: int) ->
     if begin and not layout_of(model.config).continues:
         return 1  # a call of several tokens would reset the recurrent layers
     return total if layout_of(model.config).needs_one_call(begin + total) else policy.schedule.call_size(total)
-
-
-def append_given(
-    model: PreTrainedModel, cache: KVCache, tokens: Tensor, size: int, logits: Tensor | None, keep: int = 0
-) -> Iterator[Tensor]:
-    """Append given tokens [B,M] in calls of `size` tokens (teacher forcing); yields the logits [B,n,V] of each call.
-
-    Each token counts as decoded: the policy evicts after every one of them if it evicts while decoding. logits [B,V]:
-    before the first token, for policies that rate tokens. keep: yield only the logits after the last tokens of a call.
-    """
-    place = cache.seen
-    for part in tokens.split(size, dim=1):
-        if logits is not None:
-            rate_next(cache, logits, part)
-        positions = torch.arange(place, place + part.shape[1], device=part.device).expand_as(part)
-        out = all_logits(model, part, positions, cache, keep)
-        place, logits = place + part.shape[1], out[:, -1]
-        yield out
-
-
-def given_size(model: PreTrainedModel, policies: Iterable[Policy], end: int) -> int:
-    """Given tokens of one call; `end`: the position after the last.
-
-    One if each token must be rated before it is appended, if a store compresses between two tokens, if the model would
-    rotate all of a call by the length of the last token, or if it would reset its recurrent layers.
-    """
-    single = any(map(_given_singly, policies))
-    return 1 if single or layout_of(model.config).needs_one_call(end) else GIVEN_TOKENS
-
-
-def _given_singly(policy: Policy) -> bool:
-    """Whether given tokens must come one by one: each is rated first, or a store compresses between two."""
-    return policy.rates or not policy.store.exact
 
 
 # --- prompts, each for the sequences of all questions about it -------------------------------------------------------
@@ -400,7 +366,7 @@ def _append_to_all(
     Sequences that need single tokens are one batch, all others another. logits [S,V]: before the first token. at_once:
     the most tokens of one call. keep: as for `append_given`.
     """
-    singly = [_given_singly(sequence.policy) for sequence in sequences]
+    singly = [given_singly(sequence.policy) for sequence in sequences]
     for kind in set(singly):
         some = [index for index, single in enumerate(singly) if single == kind]
         cache = together([cache for index in some if (cache := sequences[index].cache) is not None])

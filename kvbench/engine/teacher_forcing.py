@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.families import layout_of
+from kvbench.engine.given import GIVEN_TOKENS, append_given
 from kvbench.engine.logits import now
-from kvbench.engine.prefill import GIVEN_TOKENS, append_given, prefill_prompts
+from kvbench.engine.prefill import prefill_prompts
 from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.models.prompt import Prompt

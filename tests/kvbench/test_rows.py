@@ -25,6 +25,8 @@ from kvbench.policies.scorers import pooling
 
 BUDGETS = (40, 56)
 NEW = 12
+OWN: dict[str, dict[str, Any]] = {"gemfilter": {"layer": 1}, "vase": {"window": 8, "every": 8}}
+"""Presets with fields of their own, for small models and budgets."""
 EVERY = [s for s in preset_names() if not s.startswith(INCOMPLETE) and s not in ("d2o_released", *protecting())]
 
 
@@ -32,10 +34,8 @@ def variants(slugs: Sequence[str], **fields: Any) -> list[Policy]:
     """Every policy at two budgets; those that keep everything once."""
     found = []
     for slug in slugs:
-        if slug in evicting() or slug == "gemfilter":
-            found += [
-                make_policy(slug, budget, **(fields if slug != "gemfilter" else {"layer": 1})) for budget in BUDGETS
-            ]
+        if slug in evicting() or slug in OWN:
+            found += [make_policy(slug, budget, **OWN.get(slug, fields)) for budget in BUDGETS]
         else:
             found.append(make_policy(slug, BUDGETS[0]))
     return found

@@ -90,7 +90,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 def test_a_continuation_is_rated_as_by_a_cache_that_is_fed_token_by_token(slug: str, decode: str) -> None:
     policy = make_policy(slug, BUDGET, decode=decode, **PRESETS[slug])
     scored = continuation_scores(model(), PROMPT, CONTINUATION, policy)
-    with mock.patch("kvbench.engine.prefill.GIVEN_TOKENS", 1):
+    with mock.patch("kvbench.engine.given.GIVEN_TOKENS", 1):
         single = continuation_scores(model(), PROMPT, CONTINUATION, policy)
     close(scored.logprobs, single.logprobs)
     assert scored.greedy.tolist() == single.greedy.tolist()

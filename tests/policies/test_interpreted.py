@@ -70,9 +70,8 @@ def test_soft_caps_and_sliding_windows_go_through_the_kernel(case: str, interpre
 def test_every_preset_keeps_and_generates_the_same(slug: str, interpret: Interpreter, tmp_path: Path) -> None:
     """Prompt, evictions and decoding from end to end, in whatever kernels its parts have."""
     windowed = slug.startswith(("cake", "kvec", "headkv")) or slug.endswith(("snapkv", "pyramidkv"))
-    fields: dict[str, Any] = {"window": 6} if windowed else {"layer": 1} if slug == "gemfilter" else {}
-    if slug == "nvfp4":
-        fields = QUANTISED["nvfp4"]
+    own = {"gemfilter": {"layer": 1}, "vase": {"window": 6, "every": 8}, "nvfp4": QUANTISED["nvfp4"]}
+    fields: dict[str, Any] = {"window": 6} if windowed else {**own.get(slug, {})}
     if slug.startswith(("headkv", "duoattention")):
         heads = 4 if slug.startswith("headkv") else 2  # query heads, or KV heads
         names = [f"{layer}-{head}" for layer in range(2) for head in range(heads)]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from kvbench.report.figures.panels import notes, panels_of
 from kvbench.report.figures.sheet import Paper, Sheet
-from kvbench.report.figures.style import FAINT, INK, Look
+from kvbench.report.figures.style import FAINT, INK, PAPER, Look, shown
 from kvbench.results.result import Result
 
 _PARTS = (
@@ -43,15 +43,15 @@ def _bars(axes: Axes, rows: Sequence[Result], labels: Sequence[str]) -> None:
         left = [a + b for a, b in zip(left, wide, strict=True)]
     kept = [row.kept_evidence or 0.0 for row in rows]
     style: dict[str, Any] = {
-        "color": INK,
+        "color": shown(INK),
         "marker": "D",
         "markersize": 4,
-        "markerfacecolor": "white",
+        "markerfacecolor": shown(PAPER),
         "linestyle": "none",
     }
     axes.plot(kept, range(len(rows)), label="share of the evidence held", clip_on=False, zorder=3, **style)
     axes.set_yticks(range(len(rows)), labels)
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
-    axes.set_xlabel("share of the examples", color=FAINT)
+    axes.set_xlabel("share of the examples", color=shown(FAINT))
     axes.grid(visible=False, axis="y")

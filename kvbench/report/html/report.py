@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,8 @@ from kvbench.terminal.command import PATH, Command, log_to_stderr, program
 from kvbench.terminal.outputs import check_output, writing
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+
     from kvbench.results.result import Result
 
 
@@ -64,6 +67,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
 
     from kvbench.report.changes import changes_table
     from kvbench.report.evidence import evidence_table, has_evidence
+    from kvbench.report.table import measure
     from kvbench.results.labels import flat
 
     with from_extra("report", "a report"):
@@ -82,6 +86,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     filters = {"budget": tables.budget_text, "amount": tables.amount, "number": tables.number, "cost": tables.cost_text}
+    filters |= {"measure": measure, "interval": _interval, "breakable": _breakable}
     environment.filters.update(filters)
     parts = {row.line: flat({k: v for k, v in row.identity["policy"].items() if k != "class"}) for row in rows}
     return environment.get_template("report.html").render(
@@ -109,6 +114,21 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
     )
 
 
+def _interval(text: str) -> Markup:
+    """A number in the notation of all tables, with its interval in small print."""
+    from markupsafe import Markup
+
+    value, space, ends = text.partition(" ")
+    return Markup("{}{}<small>{}</small>").format(value, space, ends) if ends else Markup("{}").format(value)
+
+
+def _breakable(label: str) -> Markup:
+    """A label that a narrow table breaks behind its signs, and not inside of words."""
+    from markupsafe import Markup
+
+    return Markup("<wbr>").join(re.findall(r".+?(?:[_(,=]|$)", label)) if label else Markup("")
+
+
 def _detailed(rows: Sequence[Result]) -> list[Result]:
     """The rows of the first policies, each with all of its budgets and tasks, up to DETAILED rows."""
     chosen: set[str] = set()
@@ -118,23 +138,52 @@ def _detailed(rows: Sequence[Result]) -> list[Result]:
     return [row for row in rows if row.line in chosen]
 
 
-def _figures(rows: Sequence[Result]) -> list[tuple[str, str]]:
-    """The figures of `kvbench.plot`: texts for readers who do not see them, and data URLs with their SVG."""
+def _figures(rows: Sequence[Result]) -> list[tuple[str, str, str]]:
+    """The figures of `kvbench.plot`: a text for readers who do not see it, and data URLs with the SVG of each for light
+    and for dark paper.
+    """
     from kvbench.report.figures import pictures
     from kvbench.report.figures.panels import once
     from kvbench.report.figures.sheet import Paper
     from kvbench.report.figures.style import encoded, house_style
 
-    with house_style():
-        try:
-            found = pictures.figures(pictures.ALL, once(rows), Paper())
-        except UsageError:  # no run has a score
-            return []
-        images = [(name, b64encode(encoded(figure, ".svg")).decode()) for name, figure in found]
+    drawn: dict[str, list[str]] = {}
+    for dark in (False, True):
+        with house_style(dark=dark):
+            try:
+                found = pictures.figures(pictures.ALL, once(rows), Paper())
+            except UsageError:  # no run has a score
+                return []
+            for name, figure in found:
+                image = b64encode(encoded(figure, ".svg")).decode()
+                drawn.setdefault(name, []).append(f"data:image/svg+xml;base64,{image}")
     lines = ", ".join(dict.fromkeys(row.line for row in rows))
-    texts = [next((text for kind, text in _SEEN.items() if name.startswith(kind)), name) for name, _ in images]
-    sources = [f"data:image/svg+xml;base64,{image}" for _, image in images]
-    return [(f"{text}. Shown: {lines}.", source) for text, source in zip(texts, sources, strict=True)]
+    pairs = []
+    for name, (light, dark_one) in drawn.items():
+        kind = next((kind for kind in _SEEN if name.startswith(kind)), "")
+        seen = _extremes(rows) if kind in ("budget", "bytes") else ""
+        pairs.append((f"{_SEEN.get(kind, name)}. {seen}Shown: {lines}.", light, dark_one))
+    return pairs
+
+
+def _extremes(rows: Sequence[Result]) -> str:
+    """The best and the worst policy of every task and budget, and the full cache, in words."""
+    groups: dict[tuple[str, object], list[Result]] = {}
+    for row in rows:
+        if row.measure == "score" and row.score is not None:
+            groups.setdefault((row.task_label, None if row.is_full else row.budget), []).append(row)
+    words = []
+    for (task, budget), own in groups.items():
+        best, worst = (choose(own, key=lambda row: row.score) for choose in (max, min))
+        at = "" if budget is None else f" at budget {budget}"
+        ends = [best] if best is worst else [best, worst]
+        words.append(f"{task}{at}: " + ", ".join(f"{row.line} {row.score:.2f}" for row in ends))
+    more = "; ..." if len(words) > MOST_WORDS else ""
+    return f"Best and worst: {'; '.join(words[:MOST_WORDS])}{more}. " if words else ""
+
+
+MOST_WORDS = 12
+"""The most groups of runs that the text of a figure names."""
 
 
 _SEEN = {
