@@ -1,10 +1,12 @@
 """Evictions: which are due, when they are carried out, and how.
 
-Which: after a step, every layer with more tokens than its budget, if the schedule evicts. When: at once, or when an
-extra says so. How: score, rank, select, and compact the layer. Sequences that evict one token after each decoded one
-are in a table, whose groups overwrite the slot of the evicted token (`kvbench.cache.group`).
+Which: after a step, every layer with more tokens than its budget, if the schedule evicts. When: together with other
+layers and sequences, as rows of one batch, as many as fit the workspace of the backend; at once where a part of the
+policy is that of a single layer; or when an extra says so. How: score, rank, select, and compact. Sequences that evict
+one token after each decoded one are in a table, whose groups overwrite the slot of the evicted token
+(`kvbench.cache.group`).
 
-Shapes: H_kv KV heads, T slots, D head dim.
+Shapes: n layers that evict together, H_kv KV heads, T slots, D head dim.
 """
 
 from collections import defaultdict
