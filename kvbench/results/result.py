@@ -100,7 +100,8 @@ class Result(Numbers, Described):
     @property
     def bits_per_number(self) -> float | None:
         """Bits used for each number of the keys and values of prompt and answer; None without a quantized store."""
-        quantized = "bits" in (self.identity["policy"].get("store") or {})
+        store = self.identity["policy"].get("store") or {}
+        quantized = "bits" in store or ".stores.per_token." in str(store.get("class"))
         if not quantized or self.cache_bytes is None or not self.full_cache_bytes:
             return None
         width = float("".join(filter(str.isdigit, self.identity["dtype"])))

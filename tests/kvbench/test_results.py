@@ -115,6 +115,9 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
     coded = tidy(replace(run, identity={**run.identity, "policy": {"store": {"bits": 2}}}))
     assert coded["bits_per_number"] == pytest.approx(16 * 11 / 17)  # the full cache is in float16
     assert coded["ratio_to_16_bit"] == pytest.approx(17 / 11)
+    fp8 = {"class": "kvbench.policies.stores.per_token.Fp8"}
+    coded = tidy(replace(run, identity={**run.identity, "policy": {"store": fp8}}))
+    assert coded["bits_per_number"] == pytest.approx(16 * 11 / 17), "a store whose format has the bits in its name"
 
 
 def test_rows_by_length_are_about_the_examples_of_that_length_alone(
