@@ -24,6 +24,7 @@ def model() -> PreTrainedModel:
 @pytest.fixture(autouse=True)
 def _as_many_layers_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(TorchBackend, "workspace", TritonBackend.workspace)
+    monkeypatch.setattr(counts, "LENGTH", 384)  # tokens: two blocks beyond the budget, as more are
     with torch.inference_mode():
         yield
 
@@ -32,7 +33,7 @@ def test_a_block_at_the_budget_is_the_models_operations_and_a_few_for_all_layers
     policy = make_policy("caote_snapkv", counts.BUDGET, schedule="blocks", block=counts.BLOCK)
     alone = counts.block(model, policy) / counts.LAYERS
     assert alone <= 45
-    assert counts.block(model, policy, 8) / 8 / counts.LAYERS <= alone / 4  # eight prompts in one call
+    assert counts.block(model, policy, 2) / 2 / counts.LAYERS <= 0.6 * alone  # two prompts in one call
 
 
 def test_a_further_budget_of_a_policy_evicts_all_layers_at_once(model: PreTrainedModel) -> None:
