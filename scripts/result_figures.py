@@ -71,6 +71,15 @@ def interval(axes: Axes, x: Sequence[float], y: Sequence[float], ends: Ends, **l
     axes.errorbar(x, mid, yerr=spread, capsize=2, elinewidth=0.8, **look)  # type: ignore[arg-type]
 
 
+def labelled(figure: Figure, axes: Axes, x_label: str, y_label: str, title: str) -> Figure:
+    """The figure with its labels, its title, and a legend of all policies below it."""
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.set_title(title, loc="left")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return figure
+
+
 def averages(table: pd.DataFrame, title: str) -> Figure:
     """The average of each policy at 512 tokens, with its interval, and the scores of its tasks."""
     own = table[table.budget.isna() | (table.budget == 512)].reset_index(drop=True)
@@ -162,11 +171,8 @@ def curves(table: pd.DataFrame, title: str) -> Figure:
     axes.set_xticks(budgets, [f"{budget:.0f}" for budget in budgets])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_ylim(-0.03, 1.03)
-    axes.set_xlabel("budget in tokens per KV head and layer (points beside each other have the same budget)")
-    axes.set_ylabel("share of the numbers found")
-    axes.set_title(f"{title}, n = {table.n.max():.0f}", loc="left")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    return figure
+    x_label = "budget in tokens per KV head and layer (points beside each other have the same budget)"
+    return labelled(figure, axes, x_label, "share of the numbers found", f"{title}, n = {table.n.max():.0f}")
 
 
 def differences(table: pd.DataFrame, title: str) -> Figure:
@@ -249,11 +255,8 @@ def likelihoods(table: pd.DataFrame, title: str) -> Figure:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("cache held, MiB")
-    axes.set_ylabel("nats per token more than full")
-    axes.set_title(f"{title}, n = {table.n.max()}; random is left out", loc="left")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    return figure
+    told = f"{title}, n = {table.n.max()}; random is left out"
+    return labelled(figure, axes, "cache held, MiB", "nats per token more than full", told)
 
 
 def depth_maps(own: pd.DataFrame, title: str) -> Figure:

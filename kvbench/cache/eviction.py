@@ -42,6 +42,7 @@ class Evictions:
     def __init__(self, extras: List[Extra]) -> None:
         self._extras = extras
         self._waiting: list[Step] = []  # until other layers can evict with them
+        self._workspace: dict[tuple[int, int | None], int] = {}  # their bytes by layer and step; None: of one prompt
         self._delayed: list[Step] = []  # by an extra, until the end of the call
         self._unsettled: list[Step] = []  # evicted, but their queries have not attended yet
 
@@ -54,6 +55,8 @@ class Evictions:
         if when == "now" and joins(step):
             _prepare(step)
             self._waiting.append(step)
+            key = step.layer.index, None if step.known is not None else id(step)
+            self._workspace[key] = max(self._workspace.get(key, 0), workspace(step))
             return
         if when == "now" and step.observed:
             evict([step])
@@ -70,13 +73,14 @@ class Evictions:
         """Carry out the evictions that wait for other layers if one layer more would not fit the workspace."""
         if not self._waiting:
             return
-        layers = {step.layer.index for step in self._waiting}
-        if workspace(self._waiting) * (len(layers) + 1) > len(layers) * backend_of(self._waiting[0].values).workspace:
+        layers = len({layer for layer, _ in self._workspace})
+        most = backend_of(self._waiting[0].values).workspace
+        if sum(self._workspace.values()) * (layers + 1) > layers * most:
             self._evict_waiting()
 
     def _evict_waiting(self) -> None:
         """Evict from all layers that wait, as few batches."""
-        due, self._waiting = self._waiting, []
+        due, self._waiting, self._workspace = self._waiting, [], {}
         known: defaultdict[object, StepCache] = defaultdict(dict)
         for steps in batches(due):
             first = steps[0]
@@ -139,15 +143,11 @@ def _prepare(step: Step) -> None:
         getattr(step.observation, step.policy.needs.sums)()
 
 
-def workspace(steps: List[Step]) -> int:
-    """Bytes of the queries, keys, values and attention rows of steps, counted once for policies of one prompt."""
-    found: dict[object, int] = {}
-    for step in steps:
-        key = step.layer.index, None if step.known is not None else id(step)
-        held, asked = step.layer.store, step.queries if step.window is None else step.window[0]
-        rows = 4 * asked.shape[1] * asked.shape[2] * held.positions.shape[2]
-        found[key] = max(found.get(key, 0), step.queries.nbytes + 2 * (held.keys.nbytes + held.values.nbytes) + rows)
-    return sum(found.values())
+def workspace(step: Step) -> int:
+    """Bytes of the queries, keys, values and attention rows of a step; keys and values also as rows of a batch."""
+    held, asked = step.layer.store, step.queries if step.window is None else step.window[0]
+    rows = 4 * asked.shape[1] * asked.shape[2] * held.positions.shape[2]
+    return step.queries.nbytes + 2 * (held.keys.nbytes + held.values.nbytes) + rows
 
 
 def batches(steps: List[Step]) -> Iterable[list[Step]]:

@@ -85,13 +85,9 @@ class RealLayer:
     def key_bias(self) -> Tensor:
         """The key, before the rotation, of a hidden state of 0: [H_kv,D]. Raises InterfaceError if it is 0."""
         if self._key_bias is None:
-            rotary, module, positions = (
-                self._loaded_rotary(),
-                self._module,
-                torch.tensor([[0]], device=self.like.device),
-            )
-            cos, sin = self._cos_sin(rotary, positions)
-            state = torch.zeros(1, 1, module.config.hidden_size, dtype=self._dtype, device=self.like.device)
+            positions = torch.tensor([[0]], device=self.like.device)
+            cos, sin = self._cos_sin(self._loaded_rotary(), positions)
+            state = torch.zeros(1, 1, self._module.config.hidden_size, dtype=self._dtype, device=self.like.device)
             _, keys = self._projected(state, positions, torch.ones_like(cos), torch.zeros_like(sin))
             self._key_bias = keys[0, :, 0].clone()
             if not bool(self._key_bias.any()):

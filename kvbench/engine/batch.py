@@ -112,7 +112,7 @@ class DecodeBatch:
         histories: Sequence[History | None] = (),
         reference: Policy | None = None,
     ) -> list[list[list[LiveSequence]]]:
-        """`admit_questions` for several prompts; their blocks are rows of one call. histories: for a single prompt."""
+        """`admit_questions` for several prompts; their blocks are rows of one call. histories: of the first prompt."""
         for requests in prompts:
             assert all(map(self.can_admit, requests))
             assert all(self.shares_prompt(requests[0], request) for request in requests[1:])

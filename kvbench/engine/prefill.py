@@ -185,7 +185,7 @@ def _block_calls(
 ) -> list[Tensor]:
     """The logits [S,V] after each prompt ids [1,T], for its caches; no logits for a prompt without a cache."""
     found = [prompt.new_zeros(0, 0, dtype=torch.float32) for prompt in ids]
-    begin, rows, cache = 0, list[int](), caches[0][0] if caches[0] else None
+    begin, rows, cache = 0, list[int](), None
     left = [index for index, some in enumerate(caches) if some]
     reset_rotation(model)
     while left:

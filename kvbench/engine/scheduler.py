@@ -172,14 +172,9 @@ class Scheduler:
     def _beside(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
         """The next examples for the same runs whose blocks can be rows of the calls with those of the first one."""
         found: list[WorkItem] = []
-        for one in islice(self._waiting, 1, None):
-            if (
-                one.live != runs
-                or not all(map(_blocks_join, (first, one)))
-                or not self._batch.can_admit(self._request(one))
-            ):
-                break
-            if not self._may_start(one, len(runs), [first, *found]):
+        for one in islice(self._waiting, 1, None) if _blocks_join(first) else ():
+            joins = one.live == runs and _blocks_join(one) and self._batch.can_admit(self._request(one))
+            if not (joins and self._may_start(one, len(runs), [first, *found])):
                 break
             found.append(one)
         return found
@@ -216,10 +211,8 @@ class Scheduler:
         first, run, model, before = groups[0][0], runs[0].run, self._loaded.model, self._batch.nbytes
         some = list(chain(*groups))
         count, tokens = len(some) * len(runs), sum(len(group[0].prompt.ids) for group in groups)
-        requests, histories = (
-            [list(map(self._request, group)) for group in groups],
-            [self._history(first, run) for run in runs],
-        )
+        requests = [list(map(self._request, group)) for group in groups]
+        histories = [self._history(first, run) for run in runs]
         if first.prompt.own and len(first.prompt.turns) > 1 and None in histories:  # runs with own answers are alone
             error = HistoryError("the answer of an earlier turn failed, so this turn has no history")
             self._deliver(runs[0], first.prompt, partial(_raise, error))
@@ -233,10 +226,7 @@ class Scheduler:
             policies = [policy_for(run.run.policy, first.prompt) for run in runs]
             reference = full_cache() if run.task.divergence else None
             before_it = [] if reference is None else [self._history(first, None)]
-            if len(groups) == 1:
-                answers = self._batch.admit_questions(requests[0], policies, [*before_it, *histories], reference)
-            else:
-                answers = list(chain(*self._batch.admit_prompts(requests, policies, reference=reference)))
+            admitted = self._batch.admit_prompts(requests, policies, [*before_it, *histories], reference)
         except Exception as error:
             self._fail(error, [(run, one.prompt) for one in some for run in runs])
             return
@@ -246,7 +236,7 @@ class Scheduler:
         if allocated is not None:
             taken = (peak(run.device) or 0) - allocated
             self._planner.measured(first.prompt, run, taken - (self._batch.nbytes - before))
-        for one, own, start in zip(some, answers, starts, strict=True):
+        for one, own, start in zip(some, chain(*admitted), starts, strict=True):
             for sequence, writer, history in zip(own, runs, histories, strict=True):
                 known = one.prompt.known if one is first else 0
                 recomputed = known if history is None else history.recomputed

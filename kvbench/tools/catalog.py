@@ -32,7 +32,7 @@ from kvbench.config.folders import own_folders
 from kvbench.config.parts import INTERNAL, part_class
 from kvbench.config.presets import build_policy, named_config, policy_config, scheduled
 from kvbench.errors import LARGEST, ConfigError, first_line
-from kvbench.terminal.command import terminal_width
+from kvbench.terminal.command import PATH, Command, terminal_width
 
 WIDTH = 118  # characters of a line that is not written to a terminal
 TRIAL = 2**20  # tokens: a budget in which every policy's protected tokens have room
@@ -68,9 +68,19 @@ def show(group: str, name: str | None, config_dir: Path | None = None) -> None:
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in shown.get().splitlines()))
 
 
-def complete(group: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """The completion of a name, for click."""
-    return lambda _context, _parameter, incomplete: [name for name in names(group) if name.startswith(incomplete)]
+def listing(group: str, plural: str, help_text: str) -> click.Command:
+    """The command `kvbench policies`, `tasks` or `models`: all names of a group, or the description of one."""
+
+    def completed(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+        return [name for name in names(group) if name.startswith(incomplete)]
+
+    @click.command(plural, cls=Command, help=help_text)
+    @click.argument("name", required=False, shell_complete=completed)
+    @click.option("-cd", "--config-dir", type=PATH, help=f"Folder with your own {plural}.")
+    def cli(name: str | None, config_dir: Path | None) -> None:
+        show(group, name, config_dir)
+
+    return cli
 
 
 # --- lists ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Evidence kept: its tokens in the prompt, what is held when the answer begins, its numbers, and its table."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from char_tokenizer import CharTokenizer
 from click.testing import CliRunner
+from given_task import TEMPLATE, Given
 from plotted_runs import sample, write_run
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -25,21 +25,9 @@ from kvbench.results.kept import kept_spans
 from kvbench.results.metrics import metrics
 from kvbench.results.samples import Sample
 from kvbench.tasks.niah import Niah
-from kvbench.tasks.task import Example, FollowUp, Shared, Task, Tokenizer
+from kvbench.tasks.task import Example, FollowUp, Shared
 
-TEMPLATE = "<s>[{% for m in messages %}{{ m.content }}{% endfor %}]{% if add_generation_prompt %}>{% endif %}"
 STRIPS = TEMPLATE.replace("m.content", "m.content | trim")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Given(Task):
-    name: str = "given"
-
-    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        return iter(())
-
-    def score(self, output: str, example: Example) -> float:
-        return 0.0
 
 
 @pytest.fixture

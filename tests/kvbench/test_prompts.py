@@ -1,12 +1,12 @@
 """What the model reads: order of the strings, one BOS, cutting, and where an answer ends."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from given_task import TEMPLATE, Given
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, processors
 from tokenizers.models import BPE
@@ -19,22 +19,7 @@ from kvbench.models.prompt import Prompt
 from kvbench.models.prompts import PromptMaker
 from kvbench.models.tokens import _warn_of_end, encode_pair
 from kvbench.tasks.lm_eval.task import LmEval
-from kvbench.tasks.task import Example, Reading, Shared, Task, Tokenizer
-
-TEMPLATE = "<s>[{% for m in messages %}{{ m.content }}{% endfor %}]{% if add_generation_prompt %}>{% endif %}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Given(Task):
-    """A task with no examples of its own: prompts are made from those of the test."""
-
-    name: str = "given"
-
-    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        return iter(())
-
-    def score(self, output: str, example: Example) -> float:
-        return 0.0
+from kvbench.tasks.task import Example, Reading, Shared, Task
 
 
 @pytest.fixture

@@ -49,6 +49,22 @@ class Crafted:
         return [tuple(sorted(int(p) for p in head if p >= 0)) for head in positions]
 
 
+def windowed(queries: Tensor, keys: Tensor, values: Tensor, budget: int, model: Any = None) -> Observation:
+    """A prompt whose window has queries [H_q,w,D], over keys and values [H_kv,T,D]; model: the layer."""
+    tokens, window = keys.shape[1], queries.shape[1]
+    return observed(
+        keys[None],
+        queries[None],
+        values=values[None],
+        recent_queries=queries[None],
+        recent_positions=torch.arange(tokens - window, tokens)[None],
+        scaling=keys.shape[-1] ** -0.5,
+        model=model,
+        budgets=(budget,),
+        packed=True,
+    )
+
+
 def observed(
     keys: Tensor, queries: Tensor | None = None, positions: Tensor | None = None, seen: int | None = None, **more: Any
 ) -> Observation:

@@ -66,12 +66,9 @@ class TorchBackend(Backend):
             if isinstance(store, RingLayer):
                 store.append(*token, step.positions[here])
                 out = store.attend(*call)
-            if isinstance(store, TokenCodeLayer):
-                outs.append(store.attend_newest(*call, *token))
-            elif out is not None:
-                outs.append(out)
-            else:
-                outs.append(self._attend_row(index, row, store, *call))
+            elif isinstance(store, TokenCodeLayer):
+                out = store.attend_newest(*call, *token)
+            outs.append(self._attend_row(index, row, store, *call) if out is None else out)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_row(

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 from golden import Case, cases
-from kv_crafted import observed
+from kv_crafted import windowed
 from kv_models import Projects
-from torch import Tensor
 
 from kvbench import make_policy
 from kvbench.policies.allocators.allocator import JointAllocator
@@ -16,27 +15,11 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.defensive import Defensive
 
 
-def layer(queries: Tensor, keys: Tensor, values: Tensor, projection: Tensor, budget: int) -> Observation:
-    """The observation of a window's queries [H_q,w,D] over keys and values [H_kv,T,D] of one prompt."""
-    tokens, window = keys.shape[1], queries.shape[1]
-    return observed(
-        keys[None],
-        queries[None],
-        values=values[None],
-        recent_queries=queries[None],
-        recent_positions=torch.arange(tokens - window, tokens)[None],
-        scaling=keys.shape[-1] ** -0.5,
-        model=Projects(projection),
-        budgets=(budget,),
-        packed=True,
-    )
-
-
 def worked(budget: int = 4) -> Observation:
     """One KV head of two query heads; the same norm of every value."""
     queries = torch.tensor([[[1.0, 0], [0, 1]], [[0, 0], [2, 0]]])
     keys = torch.tensor([[[3.0, 0], [0, 3], [1, 0], [0, 1], [-1, 0], [0, -1], [0, 0], [0, 0]]])
-    return layer(queries, keys, torch.ones_like(keys), torch.eye(2).expand(2, 2, 2), budget)
+    return windowed(queries, keys, torch.ones_like(keys), budget, Projects(torch.eye(2).expand(2, 2, 2)))
 
 
 def test_the_worst_case_and_its_lower_bound() -> None:
@@ -63,7 +46,7 @@ def test_pinned_tokens_are_capped_and_precede_all_others(official: bool) -> None
 def test_pooled_attention_has_the_sum_of_the_attention() -> None:
     generator = torch.Generator().manual_seed(0)
     queries, keys = (torch.randn(heads, n, 8, generator=generator) for heads, n in ((4, 3), (2, 20)))
-    seen = layer(queries, keys, keys, torch.eye(8).expand(4, 8, 8), 8)
+    seen = windowed(queries, keys, keys, 8, Projects(torch.eye(8).expand(4, 8, 8)))
     pooled = Defensive(window=3, aggregate="mean", floor=False).score(seen, {})[..., :17]
     drawn = seen.window_mean(3)[..., :17] / 3
     torch.testing.assert_close(pooled.sum(-1), drawn.sum(-1))
@@ -76,9 +59,8 @@ def fields(case: Case) -> dict[str, Any]:
 
 def rankings(policy: Policy, case: Case) -> list[Any]:
     of_layers = zip(case["queries"], case["keys"], case["values"], case["o_proj"], strict=True)
-    return [
-        policy.rank(layer(q, k, v, o.T.unflatten(0, (case["Hq"], -1)), case["budget"]), {}) for q, k, v, o in of_layers
-    ]
+    seen = (windowed(q, k, v, case["budget"], Projects(o.T.unflatten(0, (case["Hq"], -1)))) for q, k, v, o in of_layers)
+    return [policy.rank(one, {}) for one in seen]
 
 
 def test_the_original_code_scores_and_keeps_the_same() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_crafted import Crafted, drawn, observed
+from kv_crafted import Crafted, drawn, windowed
 from kv_models import Projects
 from task_data import recorded
 from torch import Tensor
@@ -22,26 +22,10 @@ def tensor(x: Any) -> Tensor:
     return torch.tensor(x, dtype=torch.float64)
 
 
-def layer(queries: Tensor, keys: Tensor, values: Tensor, budget: int, projection: Tensor | None = None) -> Observation:
-    """A prompt whose window has queries [H_q,w,D], over keys and values [H,T,D]; projection [H_q,D,hidden]."""
-    tokens, window = keys.shape[1], queries.shape[1]
-    return observed(
-        keys[None],
-        queries[None],
-        values=values[None],
-        recent_queries=queries[None],
-        recent_positions=torch.arange(tokens - window, tokens)[None],
-        scaling=keys.shape[-1] ** -0.5,
-        model=None if projection is None else Projects(projection),
-        budgets=(budget,),
-        packed=True,
-    )
-
-
 def test_one_query_by_hand() -> None:
     """Attention 3/4 and 1/4 on the values 0 and 4: the output is 1, and evicting them moves it by 3 and by 1."""
     keys = tensor([[[math.log(3.0)], [0.0]]])
-    seen = layer(tensor([[[1.0]]]), keys, tensor([[[0.0], [4.0]]]), 1)
+    seen = windowed(tensor([[[1.0]]]), keys, tensor([[[0.0], [4.0]]]), 1)
     got = EvictionError(window=1, kernel=1, epsilon=0.0).score(seen, {})
     torch.testing.assert_close(got, tensor([[[3.0, 1.0]]]))
 
@@ -49,7 +33,7 @@ def test_one_query_by_hand() -> None:
 def test_the_error_is_that_of_attention_without_the_token() -> None:
     queries, keys, values = (x[0] for x in drawn(12, 4, 2))
     projection = torch.randn(4, 8, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    seen = layer(queries[:, -3:], keys, values, 6, projection)
+    seen = windowed(queries[:, -3:], keys, values, 6, Projects(projection))
     scorer = EvictionError(window=3, space="output", pool="none", epsilon=0.0)
     expected = torch.zeros(2, 12, dtype=torch.float64)
     for head in range(4):
@@ -66,7 +50,7 @@ def test_the_error_is_that_of_attention_without_the_token() -> None:
 
 def test_with_one_query_it_is_caote_on_its_attention() -> None:
     queries, keys, values = (x[0] for x in drawn(12, 1, 1))
-    seen = layer(queries[:, -1:], keys, values, 6)
+    seen = windowed(queries[:, -1:], keys, values, 6)
     rows = seen.window_attention(1)[:, :, :, 0]
     expected = Caote(f_norm="sum").eviction_error(rows, values[None], None)[:, :, 0]
     torch.testing.assert_close(EvictionError(window=1, pool="none", epsilon=0.0).score(seen, {}), expected)
@@ -105,7 +89,7 @@ def kept(policy: Any, seen: Observation, budget: int) -> list[list[int]]:
 
 def test_dropkv_s_scores_and_sets_are_those_of_the_released_code_in_float64() -> None:
     for case in recorded("additions3/dropkv.jsonl"):
-        seen = layer(*(tensor(case[name]) for name in ("queries", "keys", "values")), case["budget"])
+        seen = windowed(*(tensor(case[name]) for name in ("queries", "keys", "values")), case["budget"])
         fields = {"window": case["window"], "kernel": case["kernel"], "epsilon": case["epsilon"]}
         for reach, scores, sets in (
             ("all", "pooled", "kept"), ("candidates", "pooled_candidates_only", "kept_candidates_only"),
@@ -125,7 +109,7 @@ def test_restkv_s_scores_and_sets_are_those_of_the_released_code() -> None:
         group = len(queries) // len(keys)
         keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
         projection = tensor(case["output_projection"]).T.unflatten(0, (len(queries), -1))
-        seen = layer(queries, keys, values, case["budget"], projection)
+        seen = windowed(queries, keys, values, case["budget"], Projects(projection))
         policy = make_policy(
             "restkv",
             case["budget"],
