@@ -29,7 +29,7 @@ from kvbench.policies.ranking import Ranking
 from kvbench.policies.selections.fair import Fair
 from kvbench.policies.stores.paged import PagedStore
 from kvbench.policies.stores.slot_store import SlotStore, keep_together
-from kvbench.policies.stores.slots import padded, slots_in_order
+from kvbench.policies.stores.slots import copy_each, rows_of, slots_in_order
 from kvbench.policies.stores.store import LayerStore
 
 READ_AT_ONCE = ("cpu",)
@@ -179,7 +179,7 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
     for name in ("keys", "values", "positions"):
         if name not in contents:
             parts = [getattr(step.layer.store, name) for step in steps]
-            contents[name] = parts[0].expand(count, -1, -1) if name == "positions" and first.fresh else torch.cat(parts)
+            contents[name] = parts[0].expand(count, -1, -1) if name == "positions" and first.fresh else rows_of(parts)
     window = None
     if seen.window is not None:
         name = "window", seen.window.queries.shape[2]
@@ -187,9 +187,13 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
             contents[name] = torch.cat([step.window[0] for step in steps if step.window is not None])
         places = torch.cat([step.window[1] for step in steps if step.window is not None])
         window = seen.window._replace(queries=contents[name], positions=places)
-        for row, step in enumerate(steps):
-            own = contents[name][row : row + 1], places[row : row + 1]
-            step.layer.recent.held, step.layer.recent.borrowed = own, False
+        kept: list[tuple[Tensor, Tensor]] = []
+        for step, *own in zip(steps, contents[name].split(1), places.split(1), strict=True):
+            if contents is known:  # other policies of the prompt have the same tensors
+                step.layer.recent.bind(*own)
+            else:
+                kept += step.layer.recent.keep(*own)
+        copy_each(kept)
     few = first.queries.shape[2] <= FEW_QUERIES  # more are in no score, apart from the window
     queries = torch.cat([step.queries if few else step.queries[:, :, :0] for step in steps])
     return LazyObservation(
@@ -228,9 +232,7 @@ def evict(steps: List[Step], known: StepCache | None = None) -> None:
         step.layer.count -= excess
     ranking = policy.rank(seen, state)
     note_nan(steps, ranking)
-    kept = compact(steps, ranking, first.layer.count, excess, seen, state=state)
-    if kept is not None and policy.scorer is not None and policy.needs.kept:
-        policy.scorer.selected(seen, kept)
+    compact(steps, ranking, first.layer.count, excess, seen, state=state)
 
 
 def note_decision(step: Step) -> None:
@@ -252,7 +254,7 @@ def observe(steps: List[Step], seen: Observation) -> State:
     needs = policy.needs
     if needs.statistics:
         states = [step.layer.store.state for step in steps]
-        state = {name: padded([own[name] for own in states]) for name in needs.statistics}
+        state = {name: rows_of([own[name] for own in states]) for name in needs.statistics}
     if needs.statistics or needs.memory:
         policy.observe(seen, state)
         if len(steps) == 1 or excess_of(steps[0]) == 0:  # else, the statistics of kept tokens are written
@@ -278,8 +280,10 @@ def note_nan(steps: List[Step], ranking: Ranking) -> None:
         sequence, index = step.sequence, step.layer.index
         if later:
             flags = sequence.nan_flags
-            own = flag if step.phase == "prompt" else flag.clone()  # of a block, it is written to
-            flags[index] = flag | flags[index] if index in flags else own
+            if index in flags:
+                flags[index] |= flag
+            else:
+                flags[index] = flag.clone()
         elif bool(flag) and sequence.nan_layer is None:
             sequence.nan_layer = index
 
@@ -292,11 +296,11 @@ def compact(
     seen: Observation | None = None,
     per_head: Tensor | None = None,
     state: State | None = None,
-) -> Tensor | None:
+) -> None:
     """Evict `excess` tokens per KV head, down to `target`, from the layer of each step, and free the memory.
 
     per_head [1,H_kv]: number of slots of each head of a single layer, if it is known. state: running statistics of
-    several layers. Returns the kept slots, bool [n,H_kv,T], if the scorer uses them.
+    several layers.
     """
     first, policy, spare = steps[0], steps[0].policy, steps[0].spare
     layer, held = first.layer, first.layer.store
@@ -309,16 +313,18 @@ def compact(
     if per_head is None and _by_order(first, ranking) and isinstance(held, SlotStore):
         _keep(steps, ranking.slots(target), seen, state)
         layer.count = target
-        return None
+        return
     kept = ranking.select(target if per_head is None else per_head)
     known = _merge(first, ranking, kept, None if per_head is not None else target, seen)
+    if seen is not None and policy.scorer is not None and policy.needs.kept:
+        policy.scorer.selected(seen, kept)
     if policy.schedule.rerotate and not (first.phase == "decode" and excess == 1):
         assert seen is not None, "checked when the policy is built"
         close_gaps(held, kept, seen)
     if len(steps) > 1:
         in_order = ranking.ascending and ranking.packed
         _keep(steps, slots_in_order(ranking.positions, kept, target, in_order), seen, state)
-        return kept
+        return
     if first.sequence.on_evict is not None:
         first.sequence.on_evict(layer, ranking, kept)
     paged = isinstance(held, PagedStore)
@@ -332,7 +338,6 @@ def compact(
     layer.count = target if policy.allocator.per_head or paged else max(target, slots.shape[-1])
     if layer.ranking is not None:
         layer.ranking = ranking.at(slots, held.positions, held.slots.packed)
-    return kept
 
 
 def _keep(steps: List[Step], slots: Tensor, seen: Observation | None, state: State | None) -> None:

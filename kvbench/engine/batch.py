@@ -19,11 +19,10 @@ from kvbench.cache.copies import empty_like
 from kvbench.cache.families import layout_of
 from kvbench.cache.joining import can_join, can_record
 from kvbench.cache.pre_passes import rate
-from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.divergence import Comparison
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompts
-from kvbench.engine.recorded_blocks import BlockRecorder
+from kvbench.engine.recorder import Recorder
 from kvbench.engine.sequence import History, LiveSequence, Request, advance
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
@@ -33,13 +32,13 @@ from kvbench.policies.selections.fair import Fair
 class DecodeBatch:
     """The `sequences` in flight on one model.
 
-    cuda_graph: decoding steps are recorded and replayed. strict: see `Recorder`.
+    cuda_graph: decoding steps and blocks of prompts are recorded and replayed. strict: of steps, see `Recorder`.
     """
 
     def __init__(self, model: PreTrainedModel, cuda_graph: bool = False, strict: bool = True) -> None:
         self._model = model
         self._recorder = Recorder(model, strict) if cuda_graph else None
-        self._blocks = BlockRecorder(model, strict=False) if cuda_graph else None
+        self._blocks = Recorder(model, strict=False) if cuda_graph else None
         self._layout = layout_of(model.config)
         self._cache: KVCache | None = None
         self._recorded: KVCache | None = None  # with sequences whose steps are recorded

@@ -19,7 +19,7 @@ from kvbench.cache.families import layout_of, reset_rotation
 from kvbench.engine.given import append_given, given_singly, given_size
 from kvbench.engine.logits import next_logits, now
 from kvbench.engine.pre_pass import open_cache, pre_pass
-from kvbench.engine.recorded_blocks import CALL_TOKENS, BlockRecorder
+from kvbench.engine.recorder import CALL_TOKENS, Recorder
 from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
 from kvbench.engine.sequence import History, LiveSequence, choose_next
 from kvbench.policies.policy import Policy
@@ -36,7 +36,7 @@ def prefill(
     cache: KVCache,
     encoder: TextEncoder | None = None,
     size: int | None = None,
-    recorder: BlockRecorder | None = None,
+    recorder: Recorder | None = None,
 ) -> Tensor:
     """Append prompts ids [B,T] in calls of `size` tokens; returns the logits after the last token, [B,V].
 
@@ -70,7 +70,7 @@ def call_size(model: PreTrainedModel, policy: Policy, begin: int, total: int) ->
 
 # --- prompts, each for the sequences of all questions about it -------------------------------------------------------
 def prefill_prompts(
-    model: PreTrainedModel, prompts: Sequence[Sequence[Sequences]], recorder: BlockRecorder | None = None
+    model: PreTrainedModel, prompts: Sequence[Sequence[Sequences]], recorder: Recorder | None = None
 ) -> None:
     """Prefill prompts and choose the token after each, for the sequences of every question about it.
 
@@ -135,7 +135,7 @@ def _batches(model: PreTrainedModel, sequences: Sequences) -> Iterator[list[Live
         yield whole
 
 
-def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences], recorder: BlockRecorder | None) -> None:
+def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences], recorder: Recorder | None) -> None:
     """Prefill for the sequences of the first question, copy their caches for the others, and append the questions."""
     try:
         logits, opened = _prefill(model, questions[0], recorder)
@@ -161,7 +161,7 @@ def _ask(model: PreTrainedModel, questions: Sequence[Sequences], logits: Tensor,
 
 
 def _prefill_blocks(
-    model: PreTrainedModel, prompts: Sequence[Sequence[Sequences]], size: int, recorder: BlockRecorder | None
+    model: PreTrainedModel, prompts: Sequence[Sequence[Sequences]], size: int, recorder: Recorder | None
 ) -> None:
     """Prefill prompts in blocks of one size: each call has a block of every prompt that has a whole one left."""
     try:
@@ -181,7 +181,7 @@ def _block_calls(
     ids: Sequence[Tensor],
     caches: Sequence[Sequence[KVCache]],
     size: int,
-    recorder: BlockRecorder | None,
+    recorder: Recorder | None,
 ) -> list[Tensor]:
     """The logits [S,V] after each prompt ids [1,T], for its caches; no logits for a prompt without a cache."""
     found = [prompt.new_zeros(0, 0, dtype=torch.float32) for prompt in ids]
@@ -222,7 +222,7 @@ def _fail(sequences: Iterable[LiveSequence], error: Exception) -> None:
 
 
 def _prefill(
-    model: PreTrainedModel, sequences: Sequences, recorder: BlockRecorder | None = None
+    model: PreTrainedModel, sequences: Sequences, recorder: Recorder | None = None
 ) -> tuple[Tensor, list[LiveSequence]]:
     """Create the caches of sequences and prefill their prompt; also the sequences whose caches could be created.
 

@@ -20,7 +20,7 @@ from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
 from kvbench.cache.joining import can_record
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.cuda_graph import Recorder
+from kvbench.engine.recorder import Recorder
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.models.replay import can_replay, check_graph
 from kvbench.policies.policy import Policy
