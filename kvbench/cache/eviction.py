@@ -16,7 +16,7 @@ from collections.abc import Sequence as List
 import torch
 from torch import Tensor
 
-from kvbench.cache.attend import backend_of
+from kvbench.cache import attend as backends
 from kvbench.cache.extra import Extra, When
 from kvbench.cache.group import LazyObservation
 from kvbench.cache.rerotate import close_gaps
@@ -31,9 +31,6 @@ from kvbench.policies.stores.paged import PagedStore
 from kvbench.policies.stores.slot_store import SlotStore, keep_together
 from kvbench.policies.stores.slots import copy_each, rows_of, slots_in_order
 from kvbench.policies.stores.store import LayerStore
-
-READ_AT_ONCE = ("cpu",)
-"""Types of devices whose numbers the host reads without a wait."""
 
 
 class Evictions:
@@ -74,7 +71,7 @@ class Evictions:
         if not self._waiting:
             return
         layers = len({layer for layer, _ in self._workspace})
-        most = backend_of(self._waiting[0].values).workspace
+        most = backends.backend_of(self._waiting[0].values).workspace
         if sum(self._workspace.values()) * (layers + 1) > layers * most:
             self._evict_waiting()
 
@@ -273,7 +270,7 @@ def note_nan(steps: List[Step], ranking: Ranking) -> None:
 
     The host does not wait for a GPU here: flags of a prompt are read at the end of its call, others by the audit.
     """
-    later = ranking.scores.device.type not in READ_AT_ONCE
+    later = not backends.backend_of(ranking.scores).reads_at_once
     if not later and not bool(ranking.scores.sum().isnan()):  # a tenth of the time of checking each score
         return
     for step, flag in zip(steps, ranking.broken.split(1), strict=True):
@@ -370,8 +367,8 @@ def _merge(step: Step, ranking: Ranking, kept: Tensor, target: int | None, seen:
 
 
 def _plain(held: LayerStore) -> bool:
-    """Whether a store keeps slots of equal number in every head, as they are."""
-    return isinstance(held, SlotStore) and type(held).keep is SlotStore.keep and not held.ragged
+    """Whether a store keeps exact tokens in slots of equal number in every head, as they are."""
+    return isinstance(held, SlotStore) and type(held).keep is SlotStore.keep and held.holds_exact and not held.ragged
 
 
 def _by_order(step: Step, ranking: Ranking) -> bool:
@@ -380,7 +377,7 @@ def _by_order(step: Step, ranking: Ranking) -> bool:
     On a CPU, a threshold on the scores is faster; and what else an eviction does needs a mask of the kept slots.
     """
     policy = step.policy
-    if step.phase != "prompt" or ranking.scores.is_cpu or step.layer.ranking is not None:
+    if step.phase != "prompt" or backends.backend_of(ranking.scores).reads_at_once or step.layer.ranking is not None:
         return False
     masked = policy.merger.merges or policy.schedule.rerotate or policy.needs.kept or policy.allocator.per_head
     plain = _plain(step.layer.store) and ranking.ascending and ranking.packed

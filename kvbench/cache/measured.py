@@ -6,12 +6,13 @@ Shapes: H_kv KV heads, T slots.
 import torch
 from torch import Tensor
 
-from kvbench.cache.cascade import OnItsWay, can_cut, cut_to_shares, on_its_way
+from kvbench.cache.cascade import can_cut, cut_to_shares
 from kvbench.cache.eviction import compact, excess_of, note_decision, note_nan, observe
 from kvbench.cache.extra import Extra, When
 from kvbench.cache.step import Step
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.allocators.threshold import Threshold
+from kvbench.policies.constants import OnItsWay, on_its_way
 from kvbench.policies.observation import Observation
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts

@@ -329,6 +329,11 @@ class SlotStore(LayerStore):
         return slots
 
     @property
+    def holds_exact(self) -> bool:
+        """Whether the slots in use have keys and values, not their codes."""
+        return "keys" in self.memory
+
+    @property
     def ragged(self) -> bool:
         """Whether heads may have, or will have, different numbers of slots."""
         return self._ragged or self.starts is not None

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, ScoreError, make_policy
-from kvbench.cache import eviction
 from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
 from kvbench.cache.joining import can_join
@@ -99,7 +98,6 @@ def test_a_decoding_step_on_a_gpu_does_not_read_its_scores(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["general path", "table"])
 def test_flags_of_a_gpu_end_their_own_sequence(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "READ_AT_ONCE", ())
     monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
     monkeypatch.setattr("kvbench.cache.tables.can_join", lambda sequence: at_once and can_join(sequence))
     running, good = model(), make_policy("knorm", BUDGET, decode="evict")

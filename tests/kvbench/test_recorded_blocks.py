@@ -11,6 +11,7 @@ from kv_runs import finish
 from op_tape import Tape, record
 
 from kvbench import make_policy
+from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.recorder import Recorder, blocks_alike
@@ -47,7 +48,7 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
         monkeypatch.setattr(torch.cuda, "graph", record)
-        monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
+        monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
         monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
         monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda x: False))
 

@@ -53,7 +53,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots are gathered by index, as on a GPU, and no number is read back from the device."""
     monkeypatch.setattr(BACKEND, lambda like: TritonBackend())
     monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
-    monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
 
 
 def decoded(
