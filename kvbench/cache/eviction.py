@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvbench.cache import attend as backends
 from kvbench.cache.extra import Extra, When
-from kvbench.cache.group import LazyObservation
 from kvbench.cache.rerotate import close_gaps
+from kvbench.cache.rows import LazyObservation, Rows, evict
 from kvbench.cache.step import Step
 from kvbench.kernels.references import FEW_QUERIES
 from kvbench.policies.allocators.allocator import Allocator
@@ -56,7 +56,7 @@ class Evictions:
             self._workspace[key] = max(self._workspace.get(key, 0), workspace(step))
             return
         if when == "now" and step.observed:
-            evict([step])
+            evict(StepRows([step]))
         if step.policy.schedule.order == "attend_then_evict":
             step.settle()
         else:
@@ -83,7 +83,7 @@ class Evictions:
             first = steps[0]
             call = first.policy.granularity, first.span, *(step.layer.index for step in steps)
             try:
-                evict(steps, {} if first.known is None else known[call])
+                evict(StepRows(steps, {} if first.known is None else known[call]))
             except Exception as error:
                 for sequence in {id(step.sequence): step.sequence for step in steps}.values():
                     sequence.fail(error)
@@ -111,7 +111,7 @@ class Evictions:
             if step.sequence.error is None:
                 try:
                     if self._when(step) == "now":
-                        evict([step])
+                        evict(StepRows([step]))
                 except Exception as error:
                     step.sequence.fail(error)
                 step.settle()
@@ -215,21 +215,56 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
 
 
 # --- one eviction ----------------------------------------------------------------------------------------------------
-def evict(steps: List[Step], known: StepCache | None = None) -> None:
-    """Evict down to the budget of a layer, or of several of equal shapes as rows of one batch."""
-    first, policy = steps[0], steps[0].policy
-    seen = first.observation if len(steps) == 1 else joined(steps, {} if known is None else known)
-    state = observe(steps, seen)
-    for step in steps:
-        note_decision(step)
-    excess = excess_of(first)
-    if excess == 0:
-        return
-    for step in steps:
-        step.layer.count -= excess
-    ranking = policy.rank(seen, state)
-    note_nan(steps, ranking)
-    compact(steps, ranking, first.layer.count, excess, seen, state=state)
+class StepRows(Rows):
+    """The steps of a layer, or of several of equal shapes, of prompts, blocks and tokens that are in no table.
+
+    known: what was computed for another policy of the same prompt and layers.
+    """
+
+    def __init__(self, steps: List[Step], known: StepCache | None = None) -> None:
+        first = steps[0]
+        self._steps, self.policy, self._excess = steps, first.policy, excess_of(first)
+        self.observation = first.observation if len(steps) == 1 else joined(steps, {} if known is None else known)
+        states = [step.layer.store.state for step in steps] if self.policy.needs.statistics else []
+        self.state = {name: rows_of([own[name] for own in states]) for name in self.policy.needs.statistics}
+
+    def store(self) -> None:
+        several = len(self._steps) > 1
+        if not (several and self._excess):  # else, the statistics of kept tokens are written
+            for row, step in enumerate(self._steps):
+                own = step.layer.store.state
+                for name, x in self.state.items() if several else ():
+                    own[name].copy_(x[row : row + 1])
+                step.layer.store.state = own if several else self.state
+        if self.policy.needs.memory:
+            self._steps[0].layer.memory |= self.observation.memory
+
+    def is_due(self) -> bool:
+        for step in self._steps:
+            note_decision(step)
+        return self._excess > 0
+
+    def note_nan(self, ranking: Ranking) -> None:
+        """The host does not wait for a GPU: flags of a prompt are read at the end of its call, others by the audit."""
+        later = not backends.backend_of(ranking.scores).reads_at_once
+        if not later and not bool(ranking.scores.sum().isnan()):  # a tenth of the time of checking each score
+            return
+        for step, flag in zip(self._steps, ranking.broken.split(1), strict=True):
+            sequence, index = step.sequence, step.layer.index
+            if later:
+                flags = sequence.nan_flags
+                if index in flags:
+                    flags[index] |= flag
+                else:
+                    flags[index] = flag.clone()
+            elif bool(flag) and sequence.nan_layer is None:
+                sequence.nan_layer = index
+
+    def free(self, ranking: Ranking) -> None:
+        for step in self._steps:
+            step.layer.count -= self._excess
+        target = self._steps[0].layer.count
+        compact(self._steps, ranking, target, self._excess, self.observation, state=self.state)
 
 
 def note_decision(step: Step) -> None:
@@ -243,46 +278,6 @@ def excess_of(step: Step) -> int:
     least = step.policy.schedule.every if step.phase == "decode" else 1
     beyond = step.layer.count - step.budget if step.span.evicts else 0
     return beyond if beyond >= least else 0
-
-
-def observe(steps: List[Step], seen: Observation) -> State:
-    """Let the scorer update its running statistics and its memory; returns the statistics [n,H_kv,T,G'] by name."""
-    policy, state = steps[0].policy, State()
-    needs = policy.needs
-    if needs.statistics:
-        states = [step.layer.store.state for step in steps]
-        state = {name: rows_of([own[name] for own in states]) for name in needs.statistics}
-    if needs.statistics or needs.memory:
-        policy.observe(seen, state)
-        if len(steps) == 1 or excess_of(steps[0]) == 0:  # else, the statistics of kept tokens are written
-            for row, step in enumerate(steps):
-                own = step.layer.store.state
-                for name, x in state.items() if len(steps) > 1 else ():
-                    own[name].copy_(x[row : row + 1])
-                step.layer.store.state = own if len(steps) > 1 else state
-        if needs.memory:
-            steps[0].layer.memory |= seen.memory
-    return state
-
-
-def note_nan(steps: List[Step], ranking: Ranking) -> None:
-    """Note NaN scores. The call continues for the other sequences and ends with an error.
-
-    The host does not wait for a GPU here: flags of a prompt are read at the end of its call, others by the audit.
-    """
-    later = not backends.backend_of(ranking.scores).reads_at_once
-    if not later and not bool(ranking.scores.sum().isnan()):  # a tenth of the time of checking each score
-        return
-    for step, flag in zip(steps, ranking.broken.split(1), strict=True):
-        sequence, index = step.sequence, step.layer.index
-        if later:
-            flags = sequence.nan_flags
-            if index in flags:
-                flags[index] |= flag
-            else:
-                flags[index] = flag.clone()
-        elif bool(flag) and sequence.nan_layer is None:
-            sequence.nan_layer = index
 
 
 def compact(

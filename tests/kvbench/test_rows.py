@@ -96,7 +96,7 @@ def test_in_sixteen_bits_too_a_prompt_is_the_same_whoever_else_reads_it(dtype: t
 def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
     model = prepare(tiny("llama"))
     policies = [make_policy("tova", 40), make_policy("snapkv", 40, decode="evict"), make_policy("knorm", 40)]
-    excess, release = evict_module.excess_of, group_module.Rows.release
+    excess, release = evict_module.excess_of, group_module.GroupRows.release
 
     def too_few(step: Any) -> int:
         """SnapKV keeps too much of the prompt."""
@@ -107,7 +107,7 @@ def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
         if rows.policy is not policies[1]:
             release(rows, slots)
 
-    parts = {"prompt": (evict_module, "excess_of", too_few), "decode": (group_module.Rows, "release", none)}
+    parts = {"prompt": (evict_module, "excess_of", too_few), "decode": (group_module.GroupRows, "release", none)}
     with mock.patch.object(*parts[where]):
         first = ended(model, [asked(64, 1)], policies)
     assert isinstance(first[1].error, BudgetError)
