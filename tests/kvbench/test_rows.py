@@ -27,7 +27,7 @@ BUDGETS = (40, 56)
 NEW = 12
 OWN: dict[str, dict[str, Any]] = {"gemfilter": {"layer": 1}, "vase": {"window": 8, "every": 8}}
 """Presets with fields of their own, for small models and budgets."""
-EVERY = [s for s in preset_names() if not s.startswith(INCOMPLETE) and s not in ("d2o_released", *protecting())]
+EVERY = [s for s in preset_names() if not s.startswith(INCOMPLETE) and s not in ("d2o_released", "vase", *protecting())]
 
 
 def variants(slugs: Sequence[str], **fields: Any) -> list[Policy]:
