@@ -10,7 +10,7 @@ from kvbench.cache.reading import PageReads
 from kvbench.policies.observation import Memory
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
-from kvbench.policies.stores.slots import copy_each
+from kvbench.policies.stores.slots import copy_each, writable
 from kvbench.policies.stores.store import LayerStore
 
 
@@ -59,7 +59,7 @@ class RecentQueries:
         Returns its tensors with their new contents, which the caller copies into them.
         """
         new, own = (queries, positions), self._own
-        if own is None or own[0].shape != queries.shape:
+        if own is None or own[0].shape != queries.shape or queries.requires_grad or not writable(own[0]):
             own = self._own = new
         self.held, self.borrowed = own, False
         return [] if own is new else list(zip(own, new, strict=True))

@@ -26,6 +26,7 @@ from kvbench.policies.stores.slots import (
     slots_in_order,
     spread_index,
     take,
+    writable,
 )
 from kvbench.policies.stores.store import LayerStore, Sizes
 
@@ -428,11 +429,12 @@ def _rewrite(stores: Sequence[SlotStore], slots: Tensor, spare: int, contents: M
     stores are rows of one.
     """
     count, pairs = slots.shape[2], []
-    stays = all(not store.lent and store.first.shape[2] == count + spare for store in stores)
+    stays = all(store.first.shape[2] == count + spare and not store.lent and writable(store.first) for store in stores)
     for name, x in contents.items():
         whole = take(x, F.pad(slots, (0, spare)))
         whole.narrow(2, count, spare).fill_(-1 if name == "positions" else 0)
-        for store, own in zip(stores, whole.split(1) if len(stores) > 1 else [whole], strict=True):
+        for row, store in enumerate(stores):
+            own = whole[row : row + 1]  # not `split`, whose views must not be written to if they have gradients
             if stays:
                 pairs.append((store.memory[name], own))
             else:

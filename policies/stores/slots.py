@@ -70,6 +70,11 @@ def rows_of(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided((len(parts), *first.shape[1:]), (gap // size, *first.stride()[1:]))
 
 
+def writable(x: Tensor) -> bool:
+    """Whether a tensor may be changed in place: it has no gradient, and is not one of inference mode outside of it."""
+    return not x.requires_grad and (not x.is_inference() or torch.is_inference_mode_enabled())
+
+
 def copy_each(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy the second tensor of each pair into the first, with one launch for those of a dtype."""
     equal: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}

@@ -21,7 +21,7 @@ from kvbench.cache.hook import prepare
 from kvbench.cache.joining import can_record
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.recorder import Recorder
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.models.replay import can_replay, check_graph
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slots import GROWTH
@@ -74,7 +74,7 @@ def llama() -> Any:
 
 
 def request(length: int, new: int, seed: int = 0, **fields: Any) -> Request:
-    return Request(torch.tensor([words(length, seed)], device=DEVICE), new, question=length - 6, **fields)
+    return Request(script_of(torch.tensor([words(length, seed)], device=DEVICE)), new, question=length - 6, **fields)
 
 
 def policy_of(slug: str, budget: int = BUDGET, **fields: Any) -> Policy:

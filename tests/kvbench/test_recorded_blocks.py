@@ -15,7 +15,7 @@ from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.recorder import Recorder, blocks_alike
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.policies.policy import Policy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,7 +57,7 @@ def run(policies: list[Policy], recorded: bool) -> list[LiveSequence]:
     model = prepare(tiny(dtype=torch.float32).to(DEVICE))
     batch = DecodeBatch(model)
     batch._blocks = Recorder(model) if recorded else None
-    sequences = batch.admit(Request(torch.tensor([words(LENGTH)], device=DEVICE), 4), policies)
+    sequences = batch.admit(Request(script_of(torch.tensor([words(LENGTH)], device=DEVICE)), 4), policies)
     finish(batch)
     for sequence in sequences:
         if sequence.error is not None:
@@ -95,7 +95,9 @@ def test_a_budget_below_the_protected_tokens_ends_only_its_own_sequence() -> Non
     model.set_attn_implementation("kvbench")
     batch._blocks = Recorder(model)
     policies = [make_policy("snapkv", budget, schedule="blocks", block=BLOCK) for budget in (0.05, 64)]
-    errors = [one.error for one in batch.admit(Request(torch.tensor([words(LENGTH)], device=DEVICE), 4), policies)]
+    errors = [
+        one.error for one in batch.admit(Request(script_of(torch.tensor([words(LENGTH)], device=DEVICE)), 4), policies)
+    ]
     assert "a budget of 11 tokens per KV head is too small for snapkv" in str(errors[0])
     assert errors[1] is None
 
