@@ -86,8 +86,8 @@ def generate_tokens(
     Each row is a sequence with its own cache: its tokens do not depend on the other rows. It ends at an EOS id, when
     `stop` is true for its new tokens, or after max_new_tokens. cuda_graph: decoding steps are recorded and replayed.
     question: position of the question in the prompt, one number or one per row. samplers: one per row; (): greedy
-    decoding. examples: `Request.example` of each row; (): none. context_tokens: length of the context that is compressed
-    before its question. request: other fields of `Request`.
+    decoding. examples: `Request.example` of each row; (): none. context_tokens: length of the context that is
+    compressed before its question. request: other fields of `Request`.
 
     Raises BudgetError if a cache holds more than its policy allows, FloatingPointError if logits are not numbers,
     and ValueError for an empty prompt, for padding on the right, and if steps cannot be recorded or a context cannot be
