@@ -291,7 +291,7 @@ class KVCache(Cache):
         """Forget a call that was recorded instead of computed."""
         self._evictions = Evictions(self.extras)
         for sequence in self.sequences:
-            sequence.error, sequence.spans = None, []
+            sequence.spans = []
             sequence.shared.clear()
 
     def end_call(self) -> None:

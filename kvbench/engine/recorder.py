@@ -43,7 +43,8 @@ def blocks_alike(policy: Policy) -> bool:
 class Recorder:
     """Runs calls of the model, and replays of the last one.
 
-    strict: raise ValueError if a call cannot be recorded; otherwise log one warning, and `failed` is true.
+    strict: raise ValueError if a call cannot be recorded; otherwise log one warning, and `failed` is true. An error
+    inside a recording may be one of the call: the call that follows raises it.
     """
 
     def __init__(self, model: PreTrainedModel, strict: bool = True) -> None:
@@ -52,6 +53,7 @@ class Recorder:
         self._model, self._strict = model, strict
         self._blocks = not (layout.owners or layout.latent or layout.states or spread)
         self.failed = False
+        self._error: Exception | None = None  # of the last recording
         self.forget()
 
     def forget(self) -> None:
@@ -80,7 +82,7 @@ class Recorder:
         elif self._graph is None:
             self._graph = self._record(tokens, cache)
         if self._graph is None:
-            return next_logits(self._model, tokens, places, cache)
+            return self._call(tokens, places, cache)
         self._tokens.copy_(tokens)
         self._graph.replay()
         _count(cache, tokens.shape[1])
@@ -111,33 +113,44 @@ class Recorder:
         return cache, tokens.shape, *found
 
     def _record(self, tokens: Tensor, cache: KVCache) -> torch.cuda.CUDAGraph | None:
-        """Record a call, which computes nothing; None after a warning if that failed."""
+        """Record a call, which computes nothing; None if that failed."""
         self._tokens, graph, seen, decodes = tokens.clone(), torch.cuda.CUDAGraph(), cache.seen, cache.tables.recordable
-        call = "a decoding step" if decodes else "a block of a prompt"
-        before = [] if decodes else _counts(cache)
+        before, error = [] if decodes else _counts(cache), None
         clock = torch.full((1,), seen, device=tokens.device)
         for sequence in () if decodes else cache.sequences:
             sequence.clock = clock
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                places = (clock + torch.arange(tokens.shape[1], device=tokens.device)).expand_as(tokens)
-                places = cache.tables.positions if decodes else places
-                self._logits = next_logits(self._model, self._tokens, places, cache)
-                clock += tokens.shape[1]
-                for error in (one.error for one in cache.sequences if not decodes and one.error is not None):
-                    raise RuntimeError(first_line(error))
-        except RuntimeError as error:
+                try:
+                    places = (clock + torch.arange(tokens.shape[1], device=tokens.device)).expand_as(tokens)
+                    places = cache.tables.positions if decodes else places
+                    self._logits = next_logits(self._model, self._tokens, places, cache)
+                    clock += tokens.shape[1]
+                except Exception as inside:  # the end of a recording that failed raises another one
+                    error = inside
+        except RuntimeError as outside:
+            error = error or outside
+        for sequence in cache.sequences:
+            error, sequence.error = error or sequence.error, None
+        if decodes:
+            cache.tables.count(seen - cache.seen)
+        else:
+            _undo(cache, seen, before)
+        self._error = error
+        return graph if error is None else None
+
+    def _call(self, tokens: Tensor, places: Tensor, cache: KVCache) -> Tensor:
+        """The logits of a call that is not recorded. If a recording failed and the call does not, it says so."""
+        logits = next_logits(self._model, tokens, places, cache)
+        error, self._error = self._error, None
+        if error is not None and all(sequence.error is None for sequence in cache.sequences):
+            call = "a decoding step" if tokens.shape[1] == 1 else "a block of a prompt"
             why = f"{call} on {type(self._model).__name__} cannot be recorded ({first_line(error)})"
             if self._strict:
                 raise ValueError(f"{why}: use engine.cuda_graph=false") from error
             log.warning("%s: later ones are not recorded either", why)
             self.failed = True
-        finally:
-            if decodes:
-                cache.tables.count(seen - cache.seen)
-            else:
-                _undo(cache, seen, before)
-        return None if self.failed else graph
+        return logits
 
 
 def _count(cache: KVCache, tokens: int) -> None:
