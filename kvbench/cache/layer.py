@@ -44,6 +44,7 @@ class RecentQueries:
             first = max(0, self.held[0].shape[2] + new - window)
             queries = torch.cat([self.held[0][:, :, first:], queries], dim=2)
             positions = torch.cat([self.held[1][:, first:], positions], dim=1)
+            self._own = None if new == 1 else self._own  # a decoded token's window is this new one
         self.held, self.borrowed = (queries[:, :, -window:], positions[:, -window:]), True
         return self.held
 

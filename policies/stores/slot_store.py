@@ -434,7 +434,7 @@ def _rewrite(stores: Sequence[SlotStore], slots: Tensor, spare: int, contents: M
         whole = take(x, F.pad(slots, (0, spare)))
         whole.narrow(2, count, spare).fill_(-1 if name == "positions" else 0)
         for row, store in enumerate(stores):
-            own = whole[row : row + 1]  # not `split`, whose views must not be written to if they have gradients
+            own = whole if len(stores) == 1 else whole[row : row + 1]
             if stays:
                 pairs.append((store.memory[name], own))
             else:
