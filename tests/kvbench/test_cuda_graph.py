@@ -251,7 +251,7 @@ def test_a_step_that_cannot_be_recorded_is_called(
 
 @dataclass(frozen=True)
 class Breaks(H2O):
-    """An own scorer, which raises an error in its second decoding step, the recorded one, or reads a number on the host."""
+    """An own scorer, which raises an error, or reads a number, in its second decoding step: the recorded one."""
 
     reads: bool = False
     calls: list[int] = field(default_factory=list, hash=False, compare=False)
