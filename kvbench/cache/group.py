@@ -7,6 +7,7 @@ heads, T slots of the longest segment, w queries of a window, D head dim.
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor

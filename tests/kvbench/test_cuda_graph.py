@@ -250,7 +250,7 @@ def test_a_step_that_cannot_be_recorded_is_called(
 
 @dataclass(frozen=True)
 class Breaks(H2O):
-    """An own scorer that raises an error in its second decoding step, which is recorded, or reads a number on the host."""
+    """A scorer that raises an error in its second decoding step, which is recorded, or reads a number on the host."""
 
     reads: bool = False
     calls: list[int] = field(default_factory=list, hash=False, compare=False)
