@@ -36,28 +36,19 @@ def prefill(
     cache: KVCache,
     encoder: TextEncoder | None = None,
     size: int | None = None,
-    recorder: Recorder | None = None,
 ) -> Tensor:
     """Append prompts ids [B,T] in calls of `size` tokens; returns the logits after the last token, [B,V].
 
-    size: None: the best size for the cache's policy. encoder: tokenizer for pre-passes that contain text. recorder:
-    records and replays equal blocks.
+    size: None: the best size for the cache's policy. encoder: tokenizer for pre-passes that contain text.
     """
-    begin, total = cache.seen, ids.shape[1]
-    end = begin + total
+    begin = cache.seen
     if not begin:
         reset_rotation(model)
-    size = size or call_size(model, cache.policy, begin, total)
-    first = size if recorder is None else recorder.first_call(cache, size, total)
-    lengths = min(first, total), *(min(size, total - start) for start in range(first, total, size))
-    for block in ids.split(lengths, dim=1):
+    for block in ids.split(size or call_size(model, cache.policy, begin, ids.shape[1]), dim=1):
         positions = torch.arange(begin, begin + block.shape[1], device=ids.device).expand_as(block)
         begin += block.shape[1]
         with pre_pass(model, cache, ids, encoder):
-            if recorder is None:
-                logits = next_logits(model, block, positions, cache)
-            else:
-                logits = recorder(block, positions, cache, last=begin == end)
+            logits = next_logits(model, block, positions, cache)
     return logits
 
 
@@ -83,10 +74,10 @@ def prefill_prompts(
         for sequence in (sequence for sequence in chain(*questions) if sequence.played is not None):
             _play(model, [sequence], None, 1)
         for part in _parts(model, new):
-            if len(prompts) > 1 and all(blocks_join(one.policy, _length(one)) for one in part[0]):
+            if all(blocks_join(model, one.policy, _length(one)) for one in part[0]):
                 blocks.setdefault(_block(part[0][0]), []).append(part)
             else:
-                _prefill_questions(model, part, recorder)
+                _prefill_questions(model, part)
     for size, parts in blocks.items():
         while parts:
             rows = list(accumulate(len(part[0]) for part in parts))
@@ -95,9 +86,9 @@ def prefill_prompts(
             del parts[:fit]
 
 
-def blocks_join(policy: Policy, tokens: int) -> bool:
+def blocks_join(model: PreTrainedModel, policy: Policy, tokens: int) -> bool:
     """Whether blocks of a prompt of this many tokens can be rows of a call with those of other prompts."""
-    return policy.pre_pass is None and policy.schedule.call_size(tokens) < tokens
+    return policy.pre_pass is None and call_size(model, policy, 0, tokens) < tokens
 
 
 def _parts(model: PreTrainedModel, questions: Sequence[Sequences]) -> Iterator[Sequence[Sequences]]:
@@ -133,10 +124,10 @@ def _batches(model: PreTrainedModel, sequences: Sequences) -> Iterator[list[Live
         yield whole
 
 
-def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences], recorder: Recorder | None) -> None:
+def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences]) -> None:
     """Prefill for the sequences of the first question, copy their caches for the others, and append the questions."""
     try:
-        logits, opened = _prefill(model, questions[0], recorder)
+        logits, opened = _prefill(model, questions[0])
     except Exception as error:  # of the model or the memory: it ends these sequences and no others
         _fail(chain(*questions), error)
         return
@@ -219,9 +210,7 @@ def _fail(sequences: Iterable[LiveSequence], error: Exception) -> None:
         sequence.error = sequence.error or error
 
 
-def _prefill(
-    model: PreTrainedModel, sequences: Sequences, recorder: Recorder | None = None
-) -> tuple[Tensor, list[LiveSequence]]:
+def _prefill(model: PreTrainedModel, sequences: Sequences) -> tuple[Tensor, list[LiveSequence]]:
     """Create the caches of sequences and prefill their prompt; also the sequences whose caches could be created.
 
     The logits after the prompt: [1,V] if all sequences share one call, [S,V] if they prefill in blocks.
@@ -235,7 +224,7 @@ def _prefill(
     whole = size >= ids.shape[1]
     cache = together(caches, whole and len(caches) > 1)
     prompts = ids.expand(1 if whole else len(caches), -1)
-    return prefill(model, prompts, cache, sequences[0].request.encoder, size, recorder), opened
+    return prefill(model, prompts, cache, sequences[0].request.encoder, size), opened
 
 
 def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:

@@ -15,6 +15,8 @@ from functools import partial
 from itertools import chain, islice, takewhile
 from typing import Any, NoReturn
 
+from transformers import PreTrainedModel
+
 from kvbench.engine.answers import (
     FAILURES,
     OUT_OF_MEMORY,
@@ -172,8 +174,9 @@ class Scheduler:
     def _beside(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
         """The next examples for the same runs whose blocks can be rows of the calls with those of the first one."""
         found: list[WorkItem] = []
-        for one in islice(self._waiting, 1, None) if _blocks_join(first) else ():
-            joins = one.live == runs and _blocks_join(one) and self._batch.can_admit(self._request(one))
+        model = self._loaded.model
+        for one in islice(self._waiting, 1, None) if _blocks_join(model, first) else ():
+            joins = one.live == runs and _blocks_join(model, one) and self._batch.can_admit(self._request(one))
             if not (joins and self._may_start(one, len(runs), [first, *found])):
                 break
             found.append(one)
@@ -352,7 +355,7 @@ class Scheduler:
             del self._in_flight[sequence]
 
 
-def _blocks_join(item: WorkItem) -> bool:
+def _blocks_join(model: PreTrainedModel, item: WorkItem) -> bool:
     """Whether all runs of an item prefill its prompt in blocks, which can be rows of calls with those of others."""
     prompt = item.prompt
     own_rules = (
@@ -360,7 +363,7 @@ def _blocks_join(item: WorkItem) -> bool:
     )
     if own_rules or not in_batch(item.runs[0].run, prompt):
         return False
-    return all(blocks_join(run.run.policy, len(prompt.ids)) for run in item.runs)
+    return all(blocks_join(model, run.run.policy, len(prompt.ids)) for run in item.runs)
 
 
 def _raise(error: Exception) -> NoReturn:
