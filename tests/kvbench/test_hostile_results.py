@@ -415,7 +415,7 @@ def test_no_value_of_a_run_ends_the_tables_of_others(
     for options in ([], ["--pivot", "budget", "-o", "t.md"], ["--by", "task", "-o", "t.csv"], ["-o", "t.parquet"]):
         assert results(["collect", "runs", *options]) == 0
         assert "Traceback" not in capsys.readouterr().err
-    assert all("tova" in Path(file).read_text() for file in ("t.md", "t.csv"))
+    assert good.name in Path("t.csv").read_text()
     assert plot(["runs", "-o", "figures"]) == 0
     assert report(["runs", "-o", "report.html"]) == 0
 
