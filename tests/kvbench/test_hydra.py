@@ -34,7 +34,7 @@ FORMS = {  # of each the beginning of a line that it prints
     "task=lm_eval/gsm8k -p task --cfg job": "task: gsm8k",
     "--help": "budget: 128        # tokens per KV head",
 }
-SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=1", "task.max_new_tokens=3", "out=runs", "budget=40")
+SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=2", "task.max_new_tokens=3", "out=runs", "budget=40")
 RUNS = {  # how many samples files each of them leaves
     "-m hydra/launcher=basic policy=full,snapkv": 2,
     "-m hydra/sweeper=basic policy=full,snapkv": 2,
@@ -213,7 +213,7 @@ def test_a_dry_run_counts_prompts_and_tokens_and_shows_the_first_prompt(
     assert main(order("-m policy=full,tova dry_run=true", tiny_model)) == 0
     *runs, total, head, first = capsys.readouterr().out.splitlines()[:5]
     tokens = [int(line.split()[-2]) for line in runs]
-    assert all(": 1 prompts, " in line for line in runs)
+    assert all(": 2 prompts, " in line for line in runs)
     assert total == f"2 runs: {sum(tokens)} prompt tokens, {tokens[0]} with shared prefills"
     assert (head, bool(first)) == ("the first prompt:", True)
     assert not list(folder.glob("runs/*/samples.jsonl"))
