@@ -12,6 +12,7 @@ Shapes: n layers that evict together, H_kv KV heads, T slots, D head dim.
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as List
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,9 +146,11 @@ def _prepare(step: Step) -> None:
 
 def workspace(step: Step) -> int:
     """Bytes of the queries, keys, values and attention rows of a step; keys and values also as rows of a batch."""
-    held, asked = step.layer.store, step.queries if step.window is None else step.window[0]
-    rows = 4 * asked.shape[1] * asked.shape[2] * held.positions.shape[2]
-    return step.queries.nbytes + 2 * (held.keys.nbytes + held.values.nbytes) + rows
+    held, rows = step.layer.store, step.queries.shape[2] if step.window is None else step.window[0].shape[2]
+    if step.window is None and rows > FEW_QUERIES:
+        rows = 0  # in no score, see `joined`
+    attention = 4 * step.queries.shape[1] * rows * held.positions.shape[2]
+    return step.queries.nbytes + 2 * (held.keys.nbytes + held.values.nbytes) + attention
 
 
 def batches(steps: List[Step]) -> Iterable[list[Step]]:
@@ -190,6 +193,9 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
         for row, step in enumerate(steps):
             own = contents[name][row : row + 1], places[row : row + 1]
             step.layer.recent.held, step.layer.recent.borrowed = own, False
+    numbers: dict[str, Any] = {
+        name: tuple(step.sequence.budgets.numbers[name] for step in steps) for name in first.policy.needs.reads
+    }
     few = first.queries.shape[2] <= FEW_QUERIES  # more are in no score, apart from the window
     queries = torch.cat([step.queries if few else step.queries[:, :, :0] for step in steps])
     return LazyObservation(
@@ -205,8 +211,7 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
         sequences=seen.sequences._replace(
             opens=seen.sequences.opens * count,
             budgets=seen.sequences.budgets * count,
-            prompts=tuple(step.sequence.budgets.prompt for step in steps),
-            questions=tuple(step.sequence.budgets.question for step in steps),
+            **numbers,
         ),
         shared=seen.shared,
         known=known,
