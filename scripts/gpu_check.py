@@ -506,6 +506,7 @@ def main(arguments: Sequence[str]) -> int:
             traceback.print_exc()
             found.append(Result(part, f"{type(error).__name__}", str(error)[:500], "failed"))
             write(options.out, found, visit)
+    gc.unfreeze()  # at exit, Triton's bindings would report frozen objects as leaks
     return int(any(not result.holds for result in found if result.bound is None or not visit.tiny))
 
 

@@ -60,13 +60,15 @@ def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, 
     of_bound: the time that a plain copy takes for the bytes of weights and cache, over the time of a decoding step.
     """
     everyone, _ = contenders(settings)
-    bound = Bound(weights_read(model), copy_rate(model.device))
+    weights, rate = weights_read(model), 0.0
     for length in sorted(settings.lengths):
         left = list(everyone)
         for batch in sorted(settings.batches):
             measured = [one for one in left if batch == 1 or one.policy is None or one.policy.generator is None]
             left = [one for one in measured if fits(model, one, batch, length)]
             samples = _rounds(model, left, random_prompt(model, batch, length), settings) if left else {}
+            rate = max(rate, copy_rate(model.device))
+            bound = Bound(weights, rate)
             yield [_row(one, samples.get(one), batch, length, settings, bound) for one in measured]
             left = [one for one in measured if one in samples]
 
