@@ -353,7 +353,7 @@ def block(visit: Visit) -> Iterator[Result]:
 
     from kvbench import make_policy
     from kvbench.engine.batch import DecodeBatch
-    from kvbench.engine.sequence import Request
+    from kvbench.engine.sequence import Request, script_of
 
     model, ids = visit.shape(LENGTH)
     model.set_attn_implementation("kvbench")
@@ -361,7 +361,7 @@ def block(visit: Visit) -> Iterator[Result]:
     policy = make_policy("caote_snapkv", min(BUDGET, ids.shape[1] // 4), schedule="blocks", block=size)
     blocks = ids.shape[1] // size
     for prompts in (1, 2 if visit.tiny else 8):
-        requests = [[Request(ids.roll(shift, 1), 2)] for shift in range(prompts)]
+        requests = [[Request(script_of(ids.roll(shift, 1)), 2)] for shift in range(prompts)]
         with torch.inference_mode():
             DecodeBatch(model, cuda, strict=False).admit_prompts(requests, [policy])  # compiles kernels
             with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:

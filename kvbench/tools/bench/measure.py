@@ -25,7 +25,7 @@ from kvbench.config.presets import make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.memory import free
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.errors import UsageError
 from kvbench.models.cache_shapes import from_config
 from kvbench.models.given import borrowed
@@ -158,7 +158,7 @@ def measure(model: PreTrainedModel, contender: Contender, ids: Tensor, new_token
     policy = contender.policy
     if policy is None:
         return _transformers(model, ids, new_tokens)
-    requests = [Request(row[None], new_tokens, min_new_tokens=new_tokens) for row in ids]
+    requests = [Request(script_of(row), new_tokens, min_new_tokens=new_tokens) for row in ids.split(1)]
     batch = DecodeBatch(model, model.device.type == "cuda", strict=False)
     if policy.generator is None and len(batch.together(requests)) == 1:
         with borrowed(model):
@@ -170,7 +170,7 @@ def measure(model: PreTrainedModel, contender: Contender, ids: Tensor, new_token
 @torch.inference_mode()
 def _steps(batch: DecodeBatch, requests: Sequence[Request], policy: Policy) -> Sample:
     """Prompts under one policy, and their steps; the first ones, which a GPU records, are not timed."""
-    device = requests[0].input_ids.device
+    device = requests[0].prompt.device
     times, steps, warm = [seconds(device)], 0, min(WARM, (requests[0].max_new_tokens - 1) // 2)
     sequences = list(chain(*batch.admit_each(requests, [policy])))
     times.append(seconds(device))
