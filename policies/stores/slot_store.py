@@ -428,15 +428,14 @@ def _rewrite(stores: Sequence[SlotStore], slots: Tensor, spare: int, contents: M
     Memory of the right size is written in place, so that a recorded block can be replayed; else the new tensors of all
     stores are rows of one.
     """
-    count, pairs = slots.shape[2], []
+    count = slots.shape[2]
     stays = all(store.first.shape[2] == count + spare and not store.lent and writable(store.first) for store in stores)
     for name, x in contents.items():
         whole = take(x, F.pad(slots, (0, spare)))
         whole.narrow(2, count, spare).fill_(-1 if name == "positions" else 0)
-        for row, store in enumerate(stores):
-            own = whole if len(stores) == 1 else whole[row : row + 1]
-            if stays:
-                pairs.append((store.memory[name], own))
-            else:
-                store.memory[name] = own
-    copy_each(pairs)
+        rows = [whole] if len(stores) == 1 else [whole[row : row + 1] for row in range(len(stores))]
+        if stays:
+            copy_each([(store.memory[name], own) for store, own in zip(stores, rows, strict=True)])
+            continue
+        for store, own in zip(stores, rows, strict=True):
+            store.memory[name] = own
