@@ -88,6 +88,7 @@ def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
         protected=tuple(sorted(part for name in task.protects for part in prompt.spans.get(name, ()))),
         target=None if target is None else target[None].to(run.device, torch.long),
         next_turn="own" if prompt.own else None,
+        watch=run.watch,
     )
 
 
@@ -200,6 +201,7 @@ def _cache_fields(run: Run, cache: HeldCache, processed: int, decode_steps: int 
     }
     for sequence in cache.sequences:
         fields["clipped"] = clipped(sequence.layers)
+        fields["watched"] = {watcher.name: watcher.value() for watcher in sequence.watchers} or None
         if run.policy.pre_pass is not None:
             fields |= {"pre_pass_tokens": sequence.passed, "pre_pass_steps": sequence.passes}
         if run.policy.reader is not None:

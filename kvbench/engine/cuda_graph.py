@@ -40,6 +40,9 @@ class GraphRecorder:
     def capture(self, graph: torch.cuda.CUDAGraph, cache: KVCache) -> Iterator[None]:
         """Record what is launched inside, which computes nothing."""
         inside: Exception | None = None
+        watchers = {sequence: sequence.watchers for sequence in cache.sequences}
+        for sequence in watchers:  # nothing is evicted
+            sequence.watchers = []
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 try:
@@ -48,8 +51,8 @@ class GraphRecorder:
                     inside = error
         except RuntimeError as error:
             inside = inside or error
-        for sequence in cache.sequences:
-            inside, sequence.error = inside or sequence.error, None
+        for sequence, own in watchers.items():
+            inside, sequence.error, sequence.watchers = inside or sequence.error, None, own
         self._error = inside
 
     def call(self, ids: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
@@ -84,6 +87,8 @@ class Recorder(GraphRecorder):
         self._tokens.copy_(tokens)
         self._graph.replay()
         cache.tables.count(1)
+        for sequence in cache.sequences:
+            sequence.show_evicted()
         return self._logits
 
     def _record(self, cache: KVCache, tokens: Tensor) -> torch.cuda.CUDAGraph | None:

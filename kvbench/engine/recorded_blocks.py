@@ -82,6 +82,7 @@ class BlockRecorder(GraphRecorder):
             self._graph.replay()
             for sequence in cache.sequences:
                 sequence.tick(ids.shape[1])
+                sequence.show_evicted()
                 for layer in sequence.layers:
                     layer.footprint += fed(layer.count, ids.shape[1])
             return self._logits

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.sequence import Sequence as CachedSequence
+from kvbench.cache.watcher import Watcher
 from kvbench.engine.logits import NOT_A_NUMBER
 from kvbench.engine.scores import Scores
 from kvbench.policies.policy import Policy
@@ -51,7 +52,8 @@ class Request:
     the first tokens of the parts of the prompt that the task names. protected: positions [first, end) of the parts that
     protect=span keeps.
     target: tokens [1,M] after the prompt, which are scored; no answer follows. report: called with the number of
-    tokens, over all sequences, after the prompt and after every call that scores some. next_turn: what the next turn
+    tokens, over all sequences, after the prompt and after every call that scores some. watch: watchers of evictions, of
+    which each sequence has a copy. next_turn: what the next turn
     continues from: "golden": a copy of the cache before the answer; "own": the cache after the answer; None: no turn
     follows. Raises ValueError for an empty prompt.
     """
@@ -73,6 +75,7 @@ class Request:
     protected: tuple[tuple[int, int], ...] = ()
     target: Tensor | None = None
     report: Callable[[int], None] | None = None
+    watch: tuple[Watcher, ...] = ()
     next_turn: Literal["golden", "own"] | None = None
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from kv_models import prompt as words
 from kv_models import tiny
 from kv_presets import kinds
 from kv_runs import finish, kept_now
+from kv_watch import Ledger, ledger_of
 from op_tape import Tape, record
 from torch import Tensor
 
@@ -79,7 +80,9 @@ def llama() -> Any:
 
 
 def request(length: int, new: int, seed: int = 0, **fields: Any) -> Request:
-    return Request(torch.tensor([words(length, seed)], device=DEVICE), new, question=length - 6, **fields)
+    return Request(
+        torch.tensor([words(length, seed)], device=DEVICE), new, question=length - 6, watch=(Ledger(),), **fields
+    )
 
 
 def policy_of(slug: str, budget: int = BUDGET, **fields: Any) -> Policy:
@@ -93,7 +96,8 @@ def finished(flight: DecodeBatch, rows: Sequence[LiveSequence]) -> list[Any]:
     for row in rows:
         row.cache.audit()
         held = row.cache.nbytes, row.cache.peak_nbytes, row.cache.spare_nbytes
-        found.append((row.error, row.tokens, row.decode_steps, kept_now(row.cache), *held))
+        shown = ledger_of(row.cache.sequence)
+        found.append((row.error, row.tokens, row.decode_steps, kept_now(row.cache), *held, shown))
     return found
 
 
