@@ -125,7 +125,7 @@ class Evictions:
 def joins(step: Step) -> bool:
     """Whether a step may evict as a row of a batch, with other layers: nothing in it is that of a single layer."""
     policy, needs, call, schedule = step.policy, step.policy.needs, step.params, step.policy.schedule
-    if not (step.observed and step.alone and policy.layers_alike) or policy.pre_pass is not None:
+    if not (step.observed and step.alone) or needs.layer or policy.pre_pass is not None:
         return False
     if isinstance(policy.selection, Fair):  # it reads the queries of every part of a prompt
         return False

@@ -133,7 +133,7 @@ class Group:
         policy, rows, heads = self.policy, len(self.kinds), self.lengths["starts"].shape[2]
         equal: dict[object, list[int]] = {}
         for index, how in enumerate(params):
-            alike = (*how[:3], how.sinks is None) if policy.layers_alike else index
+            alike = index if policy.needs.layer else (*how[:3], how.sinks is None)
             equal.setdefault(alike, []).append(index)
         slot = 4 * rows * numbers_of_a_slot(policy, queries.shape[2], heads, queries.shape[-1])
         for some in equal.values():
