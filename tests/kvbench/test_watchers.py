@@ -9,13 +9,14 @@ import torch
 from kv_models import CodePoints, prompt, tiny
 from kv_runs import ended
 from kv_watch import Ledger, ledger_of
+from torch import Tensor
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
 from kvbench.cache.sequence import Sequence
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.errors import ConfigError
 from kvbench.policies.policy import Policy
 from kvbench.run.run import build_run
@@ -63,9 +64,9 @@ def test_every_token_is_held_or_was_shown_once(name: str) -> None:
     assert ledger_of(row.cache.sequence), "tokens were evicted"
 
 
-def request(**fields: Any) -> Request:
-    ids = torch.tensor([prompt(LENGTH)])
-    return Request(ids, max_new_tokens=NEW, encoder=CodePoints(), watch=(Ledger(),), **fields)
+def request(ids: Tensor | None = None, context: int | None = None) -> Request:
+    script = script_of(torch.tensor([prompt(LENGTH)]) if ids is None else ids, context)
+    return Request(script, max_new_tokens=NEW, encoder=CodePoints(), watch=(Ledger(),))
 
 
 def test_single_tokens_are_shown_one_by_one_on_both_backends() -> None:
@@ -85,7 +86,7 @@ def test_each_question_about_a_context_continues_with_its_own_watcher() -> None:
     model = prepare(tiny())
     ids = torch.tensor([prompt(LENGTH)])
     other = torch.cat([ids[:, :80], ids[:, 60:70]], 1)
-    asked = [request(context_tokens=80), Request(other, NEW, context_tokens=80, watch=(Ledger(),))]
+    asked = [request(ids, 80), request(other, 80)]
     rows = ended(model, asked, [make_policy("h2o", BUDGET, decode="evict")])
     logs = []
     for row in rows:

@@ -16,7 +16,7 @@ from kvbench import make_policy
 from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.policies.policy import Policy
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "examples"))
@@ -33,7 +33,7 @@ def protecting(slug: str, budget: int, **fields: object) -> Policy:
 
 
 def conversation(turns: tuple[int, ...] = TURNS) -> Request:
-    return Request(torch.tensor([prompt(sum(turns))]), NEW, turns=turns)
+    return Request(script_of(torch.tensor([prompt(sum(turns))]), turns=turns), NEW)
 
 
 def heads(row: LiveSequence) -> list[set[int]]:
@@ -59,7 +59,6 @@ def test_sequences_with_turns_of_their_own_share_steps_on_both_backends_and_reco
             nullcontext() if graph is None else patch("kvbench.cache.attend.backend_of", lambda like: TritonBackend()),
             patch("torch.cuda.CUDAGraph", Tape),
             patch("torch.cuda.graph", record),
-            patch("kvbench.cache.eviction.READ_AT_ONCE", ()),
         ):
             before, flight = Tape.replays, DecodeBatch(model, cuda_graph=bool(graph))
             rows = [flight.admit(conversation((60 + n, 21)), [policy])[0] for n, policy in enumerate(policies)]
