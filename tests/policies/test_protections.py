@@ -18,6 +18,7 @@ from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.policies.policy import Policy
+from kvbench.policies.schedule import Prompt
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "examples"))
 
@@ -73,3 +74,16 @@ def test_sequences_with_turns_of_their_own_share_steps_on_both_backends_and_reco
 def test_a_turn_without_room_is_refused() -> None:
     (row,) = DecodeBatch(prepare(tiny())).admit(conversation(), [protecting("knorm", 20)])
     assert "a turn of 21 tokens, 0 first and 0 newest tokens exceed the budget of 20" in str(row.error)
+
+
+def test_what_a_protection_of_ones_own_refuses() -> None:
+    class Idle(NewestTurn):
+        no_effect = ("grow",)
+
+    class Single(NewestTurn):
+        single = True
+
+    with pytest.raises(ValueError, match=r"protect=.*Idle.* need decode=evict: they have no effect with decode=grow"):
+        Prompt(decode="grow", protect=Idle())
+    with pytest.raises(ValueError, match="keeps single tokens in every layer, which paged_knorm does not support"):
+        make_policy("paged_knorm", 64, **{"schedule.protect": Single()})
