@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -74,6 +74,9 @@ class Policy:
     pre_pass: PrePass | None = None
     budget: Budget = None
     name: str = "policy"
+    generator: ClassVar[str | None] = None
+    """The import path of `generate(model, request, policy) -> Generation` (`kvbench.engine.generate`) of policies that
+    another package computes, in a cache of its own; None: kvbench computes the policy."""
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -284,10 +284,7 @@ def _model_spec(config: RunConfig) -> ModelSpec:
         fields |= {"bundled": None, "dtype": "auto"}
     name = fields.get("name") or _model_name(config, path, fields.get("hub_id"))
     if "attn_implementation" in fields:
-        why = (
-            "is not allowed: kvbench computes the attention of every decoder layer, also for policy=full; a press of "
-            "kvpress has policy.attention"
-        )
+        why = "is not allowed: kvbench computes the attention of every decoder layer, also for policy=full"
         raise ConfigError("model.attn_implementation", fields["attn_implementation"], why=why)
     with refusing_in("model", fields):
         spec: ModelSpec = build({**fields, "_target_": f"{ModelSpec.__module__}.ModelSpec", "name": name})
