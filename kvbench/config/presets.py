@@ -263,8 +263,10 @@ def scheduled(
         own["size"] = math.inf if block == "inf" else block
     if decode in ("grow", "threshold"):  # no token makes room for another, so `every` and `protect` have no meaning
         config["schedule"] = own = {k: v for k, v in own.items() if k not in ("every", "protect")}
-    if config.get("scorer", "?") is None and protect in ("prompt", "span", "none"):
-        protect = None  # nothing is evicted, so `full` is one run for all values of `protect`
+    if config.get("scorer", "?") is None and protect is not None:
+        from kvbench.policies.protections import PROTECTIONS
+
+        protect = None if protect in PROTECTIONS else protect  # nothing is evicted: `full` is one run for all values
     given = {"decode": decode, "every": every, "protect": protect}
     own |= {name: value for name, value in given.items() if value is not None}
     return config

@@ -157,8 +157,11 @@ def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
     layers, lengths = len(layout_of(run.checkpoint.config).attention), {n for prompt in prompts for n in prompt.lengths}
     with refusing(f"budget={run.budget}: "):
         if run.policy.evicts:
-            for length, asked in {(n, 0 if p.question is None else n - p.question) for p in prompts for n in p.lengths}:
-                layer_budgets(run.policy, layers, length, asked)
+            for length, asked, begin in {
+                (n, 0 if p.question is None else n - p.question, begin)
+                for p in prompts for n, begin in p.lengths.items()
+            }:  # fmt: skip
+                layer_budgets(run.policy, layers, length, asked, begin)
         for length in lengths if run.policy.reader is not None else ():
             read_plan(run.policy, length)
     with refusing(f"task {run.task.name}: "):

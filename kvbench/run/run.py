@@ -206,9 +206,10 @@ def check_context(policy: Policy) -> None:
 
 def _check_spans(policy: Policy, task: Task) -> None:
     """Raise ConfigError if a policy keeps parts of prompts and the task names none."""
-    if policy.schedule.protect == "span" and not task.protects:
+    protection = policy.schedule.protection
+    if protection is not None and "spans" in protection.reads and not task.protects:
         why = f"keeps parts of a prompt, and task {task.name} names none: use task=instructions or protect=none"
-        raise ConfigError("protect", "span", why=why)
+        raise ConfigError("protect", policy.schedule.protect, why=why)
     if isinstance(policy.selection, Fair) and not task.protects:
         raise ConfigError("policy.selection", "Fair", why=NEEDS_PARTS)
 
