@@ -122,11 +122,11 @@ def test_groups_that_are_encoded_between_two_steps_do_not_end_the_recording(slug
 
 
 def continuous(graph: bool, policies: Sequence[Policy]) -> tuple[list[Any], int]:
-    """16 sequences in flight, answers of 10 to 64 tokens, new ones admitted as others finish; and the steps taken."""
+    """8 sequences in flight, answers of 10 to 47 tokens, new ones admitted as others finish; and the steps taken."""
     flight, rows, random, steps = DecodeBatch(llama(), cuda_graph=graph), list[LiveSequence](), Random(0), 0
-    while flight.in_flight or len(rows) < 40:
-        while flight.in_flight < 16 and len(rows) < 40:
-            asked = request(LENGTH + random.randrange(20), random.randrange(10, 65), len(rows))
+    while flight.in_flight or len(rows) < 20:
+        while flight.in_flight < 8 and len(rows) < 20:
+            asked = request(LENGTH + random.randrange(20), random.randrange(10, 48), len(rows))
             rows += flight.admit(asked, [policies[len(rows) % len(policies)]])
         flight.step()
         steps += 1
@@ -136,11 +136,11 @@ def continuous(graph: bool, policies: Sequence[Policy]) -> tuple[list[Any], int]
 @pytest.mark.parametrize(
     "policies",
     [
-        pytest.param([policy_of("h2o")], marks=pytest.mark.slow("decodes 40 answers twice")),
+        pytest.param([policy_of("h2o")], marks=pytest.mark.slow("decodes 20 answers twice")),
         [policy_of("h2o"), policy_of("h2o", 56), policy_of("tova"), policy_of("ada_snapkv"), make_policy("full")],
         pytest.param(
             [policy_of("h2o"), policy_of("h2o", 400), policy_of("tova", 100)],
-            marks=pytest.mark.slow("decodes 40 answers twice"),
+            marks=pytest.mark.slow("decodes 20 answers twice"),
         ),
     ],
     ids=["one policy", "five policies", "two below their budgets"],
