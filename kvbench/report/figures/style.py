@@ -141,7 +141,7 @@ def family(policy: Mapping[str, Any]) -> str:
         if name and not (part == "store" and name == "dense"):
             return name
     own = str(policy.get("class", policy.get("_target_", POLICY)))
-    return BASELINE if own == POLICY else own.rpartition(".")[2].lower()
+    return BASELINE if own.split(".")[-1] == "Policy" else own.rpartition(".")[2].lower()
 
 
 def looks_of(slugs: Sequence[str]) -> dict[str, Look]:
