@@ -32,7 +32,7 @@ from kvbench.policies.scorers.h2o import H2O
 from kvbench.policies.stores.slots import GROWTH
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BUDGET, LENGTH, NEW = 40, 60, 12
+BUDGET, LENGTH, NEW = 40, 60, 9
 CODES = ("fp8", "int8", "int4", "turboquant")
 WITH_WINDOWS = ("snapkv", "ada_snapkv", "p2a_snapkv", "caote_snapkv", "fastcaote_snapkv")
 
