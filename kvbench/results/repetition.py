@@ -13,7 +13,7 @@ SHORTEST = 24
 
 
 @dataclass(frozen=True)
-class AnswerRepetition:
+class Repetition:
     """How an answer repeats itself.
 
     rep_4: 1 - distinct 4-grams / 4-grams (seq-rep-4 of arXiv 1908.04319); None below 4 tokens. period: tokens of the
@@ -32,7 +32,7 @@ class AnswerRepetition:
         return self.period is not None
 
 
-def repetition(tokens: Sequence[Hashable]) -> AnswerRepetition:
+def repetition(tokens: Sequence[Hashable]) -> Repetition:
     """The repetition in the generated tokens of an answer, without EOS.
 
     The end of the answer has period p if every token equals the one p later. Of p = 1, 2, ..., the first whose
@@ -47,5 +47,5 @@ def repetition(tokens: Sequence[Hashable]) -> AnswerRepetition:
         while start and tokens[start - 1] == tokens[start - 1 + period]:
             start -= 1
         if n - start >= max(COPIES * period, SHORTEST):
-            return AnswerRepetition(rep_4, period, (n - start) // period, start)
-    return AnswerRepetition(rep_4)
+            return Repetition(rep_4, period, (n - start) // period, start)
+    return Repetition(rep_4)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from kvbench.errors import LARGEST
 from kvbench.results.files import RunLostError, held, is_open_at, read_bytes, sync_folder, write_atomically
-from kvbench.results.repetition import AnswerRepetition
+from kvbench.results.repetition import Repetition
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Sample:
     answer: str | None = None
     in_thought: bool | None = None
     divergence: Divergence | None = None
-    repetition: AnswerRepetition | None = None
+    repetition: Repetition | None = None
     kept_spans_start: dict[str, float] | None = None
     kept_prompt: float | None = None
     heads_whole: dict[str, float] | None = None
@@ -340,7 +340,7 @@ def _allowed(kind: str, value: Any) -> bool:  # noqa: ANN401 - whatever JSON hol
     return isinstance(value, {"str": str, "bool": bool, **_PARTS}.get(kind, dict))
 
 
-_PARTS: dict[str, Any] = {one.__name__: one for one in (Likelihood, Divergence, AnswerRepetition)}
+_PARTS: dict[str, Any] = {one.__name__: one for one in (Likelihood, Divergence, Repetition)}
 _KINDS = {part: {one.name: str(one.type) for one in fields(part)} for part in (Sample, *_PARTS.values())}
 
 

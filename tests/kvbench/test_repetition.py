@@ -16,14 +16,14 @@ from kvbench.results.changes import changes
 from kvbench.results.columns import frame
 from kvbench.results.loading import load_results
 from kvbench.results.metrics import metrics
-from kvbench.results.repetition import AnswerRepetition, repetition
+from kvbench.results.repetition import Repetition, repetition
 from kvbench.results.samples import Sample, SampleFile, read_samples
 from kvbench.results.summary import outcomes_of
 
 LOOP, TEXT = repetition([7] * 30), repetition(range(30))
 
 
-def answers(found: list[AnswerRepetition | None], limit: int = 300, tokens: int = 300) -> list[Sample]:
+def answers(found: list[Repetition | None], limit: int = 300, tokens: int = 300) -> list[Sample]:
     reason = "length" if tokens >= limit else "stop"
     fields = {"generated_tokens": tokens, "decode_steps": tokens, "max_new_tokens": limit, "finish_reason": reason}
     return [replace(sample(i, 0.5), repetition=one, **fields) for i, one in enumerate(found)]
@@ -32,18 +32,18 @@ def answers(found: list[AnswerRepetition | None], limit: int = 300, tokens: int 
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
-        ([], AnswerRepetition(None)),
-        ([1] * 3, AnswerRepetition(None)),
-        ([1] * 23, AnswerRepetition(1 - 1 / 20)),  # a loop has 24 tokens
-        ([1] * 24, AnswerRepetition(1 - 1 / 21, 1, 24, 0)),
-        ([9, 8, *[1, 2, 3] * 8, 1], AnswerRepetition(1 - 5 / 24, 3, 8, 2)),  # 25 tokens of period 3
-        ([*[1, 2, 3] * 8, 9], AnswerRepetition(1 - 4 / 22)),  # the loop ended
-        ([*range(13)] * 2, AnswerRepetition(1 - 13 / 23)),  # 2 copies are too few
-        ([*range(64)] * 3, AnswerRepetition(1 - 64 / 189, 64, 3, 0)),
-        ([*range(65)] * 3, AnswerRepetition(1 - 65 / 192)),  # too long a period
+        ([], Repetition(None)),
+        ([1] * 3, Repetition(None)),
+        ([1] * 23, Repetition(1 - 1 / 20)),  # a loop has 24 tokens
+        ([1] * 24, Repetition(1 - 1 / 21, 1, 24, 0)),
+        ([9, 8, *[1, 2, 3] * 8, 1], Repetition(1 - 5 / 24, 3, 8, 2)),  # 25 tokens of period 3
+        ([*[1, 2, 3] * 8, 9], Repetition(1 - 4 / 22)),  # the loop ended
+        ([*range(13)] * 2, Repetition(1 - 13 / 23)),  # 2 copies are too few
+        ([*range(64)] * 3, Repetition(1 - 64 / 189, 64, 3, 0)),
+        ([*range(65)] * 3, Repetition(1 - 65 / 192)),  # too long a period
     ],
 )
-def test_worked_examples(tokens: list[int], expected: AnswerRepetition) -> None:
+def test_worked_examples(tokens: list[int], expected: Repetition) -> None:
     found = repetition(tokens)
     assert (found.period, found.copies, found.start) == (expected.period, expected.copies, expected.start)
     assert found.rep_4 == pytest.approx(expected.rep_4)
