@@ -116,28 +116,34 @@ class Recorder:
         """Record a call, which computes nothing; None if that failed."""
         self._tokens, graph, seen, decodes = tokens.clone(), torch.cuda.CUDAGraph(), cache.seen, cache.tables.recordable
         before, error = [] if decodes else _counts(cache), None
-        clock = torch.full((1,), seen, device=tokens.device)
-        for sequence in () if decodes else cache.sequences:
-            sequence.clock = clock
+        self._clock = torch.full((1,), seen, device=tokens.device)  # tokens seen, which every replay counts on
+        watchers = {sequence: sequence.watchers for sequence in cache.sequences}
+        for sequence in watchers:
+            sequence.watchers = []  # nothing is evicted
+            sequence.clock = None if decodes else self._clock
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 try:
-                    places = (clock + torch.arange(tokens.shape[1], device=tokens.device)).expand_as(tokens)
-                    places = cache.tables.positions if decodes else places
+                    places = cache.tables.positions if decodes else self._positions(tokens)
                     self._logits = next_logits(self._model, self._tokens, places, cache)
-                    clock += tokens.shape[1]
+                    if not decodes:
+                        self._clock += tokens.shape[1]
                 except Exception as inside:  # the end of a recording that failed raises another one
                     error = inside
         except RuntimeError as outside:
             error = error or outside
-        for sequence in cache.sequences:
-            error, sequence.error = error or sequence.error, None
+        for sequence, own in watchers.items():
+            error, sequence.error, sequence.watchers = error or sequence.error, None, own
         if decodes:
             cache.tables.count(seen - cache.seen)
         else:
             _undo(cache, seen, before)
         self._error = error
         return graph if error is None else None
+
+    def _positions(self, tokens: Tensor) -> Tensor:
+        """The positions of a block [P,m] by the clock on the device."""
+        return (self._clock + torch.arange(tokens.shape[1], device=tokens.device)).expand_as(tokens)
 
     def _call(self, tokens: Tensor, places: Tensor, cache: KVCache) -> Tensor:
         """The logits of a call that is not recorded. If a recording failed and the call does not, it says so."""
@@ -155,13 +161,15 @@ class Recorder:
 
 def _count(cache: KVCache, tokens: int) -> None:
     """Count a call that the device took: `tokens` of every sequence."""
-    if cache.tables.recordable:
+    decodes = cache.tables.recordable
+    if decodes:
         cache.tables.count(1)
-        return
     for sequence in cache.sequences:
-        sequence.tick(tokens)
-        for layer in sequence.layers:
-            layer.footprint += fed(layer.count, tokens)
+        if not decodes:
+            sequence.tick(tokens)
+            for layer in sequence.layers:
+                layer.footprint += fed(layer.count, tokens)
+        sequence.show_evicted()
 
 
 Counts = list[tuple[Layer, int, float, int, int, tuple[Tensor, Tensor] | None]]
