@@ -245,6 +245,17 @@ def in_sight(place: tl.tensor, oldest: tl.tensor, newest: tl.tensor, window: tl.
 
 
 @jit
+def product_of(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """a b of a [R,D] and b [D,N]. float32, without tensor cores, 32 numbers at a time: whole heads would spill."""
+    WIDE: tl.constexpr = a.dtype == tl.float32 and a.shape[1] > 32
+    if not WIDE:
+        return tl.dot(a, b, input_precision="ieee")
+    PARTS: tl.constexpr = a.shape[1] // 32
+    left = tl.permute(tl.reshape(a, (a.shape[0], PARTS, 32)), (1, 0, 2))
+    return tl.sum(tl.dot(left, tl.reshape(b, (PARTS, 32, b.shape[1])), input_precision="ieee"), 0)
+
+
+@jit
 def weighed(logits: tl.tensor, top: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Weights of the next logits [R,T] of a softmax in base 2; its maximum and sum [R]; the factor of older sums."""
     new_top = tl.maximum(top, tl.max(logits, 1))
