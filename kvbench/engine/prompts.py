@@ -64,6 +64,7 @@ def prompts_for(runs: Sequence[Run]) -> Prompts:
             examples = run.task.examples(plain, run.seed, limit)
             for example in progress(examples, "prompts", limit):
                 prompt = maker.make(example)
+                _check_vocabulary(run, prompt)
                 prompts.made += _each_sample(given_answer(prompt) if run.task.divergence else prompt, run.samples)
         if not prompts.made:
             raise UsageError(f"task {run.task.name} has no examples")
@@ -108,6 +109,16 @@ def _check_length(run: Run) -> None:
         )
 
 
+def _check_vocabulary(run: Run, prompt: Prompt) -> None:
+    """Raise UsageError for a token that the model does not know: its tokenizer is that of another model."""
+    known = int(run.checkpoint.config.get_text_config(decoder=True).vocab_size)
+    if prompt.largest_token >= known:
+        raise UsageError(
+            f"the tokenizer of {run.checkpoint.spec.name} makes token {prompt.largest_token}, and the vocabulary of "
+            f"the model has {known} tokens: use the model's own tokenizer"
+        )
+
+
 def _each_sample(prompt: Prompt, samples: int) -> list[Prompt]:
     """A prompt once for each of its answers, numbered among all answers."""
     if samples == 1:
@@ -135,6 +146,10 @@ def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
         raise UsageError(
             f"generation.temperature={sampling.temperature} has no effect: task {run.task.name} scores tokens that "
             "are given, leave it out"
+        )
+    if run.watch and not all(in_batch(run, prompt) for prompt in prompts):
+        raise UsageError(
+            f"watch has no effect: task {run.task.name} is computed as a whole under {run.policy_name}, leave it out"
         )
     if run.policy.needs.question:
         unclear = next((prompt for prompt in prompts if prompt.question is None), None)
