@@ -13,7 +13,7 @@ from kvbench.config.completion import complete_overrides
 from kvbench.config.compose import check_run_fields
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, show
-from kvbench.report.text_table import Table, table_of
+from kvbench.report.text_table import TextTable, table_of
 from kvbench.results.loading import load_results
 from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program
 from kvbench.terminal.outputs import check_output
@@ -44,7 +44,7 @@ def cli(overrides: Sequence[str], paper: Sequence[str], runs: Path | None, outpu
 main = program(cli)
 
 
-def as_table(verdicts: Sequence[Verdict]) -> Table:
+def as_table(verdicts: Sequence[Verdict]) -> TextTable:
     """One row per comparison, or per claim without comparisons."""
     rows = []
     for one in verdicts:
