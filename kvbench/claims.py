@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, show
 from kvbench.report.text_table import Table, table_of
 from kvbench.results.loading import load_results
-from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program
+from kvbench.terminal.command import PATH, Command, leave, log_to_stderr, pairs, program
 from kvbench.terminal.outputs import check_output
 
 
@@ -61,4 +60,4 @@ def as_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

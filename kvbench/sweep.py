@@ -24,7 +24,7 @@ from kvbench.sweeps.jobs import (
     wait,
 )
 from kvbench.terminal.command import FAILED as EXIT_FAILED
-from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program, share_cores
+from kvbench.terminal.command import PATH, Command, leave, log_to_stderr, pairs, program, share_cores
 
 
 @click.group("sweep", no_args_is_help=False)
@@ -113,4 +113,4 @@ def cancel(found: Sequence[Status]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

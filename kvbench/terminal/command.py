@@ -24,6 +24,7 @@ import click
 
 from kvbench import __version__
 from kvbench.errors import UsageError, one_line
+from kvbench.terminal import start
 from kvbench.terminal.escapes import visible
 
 
@@ -242,7 +243,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
         received.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
         raise received[-1]
 
-    default = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL)
+    default = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL, start.end)
     signals = [signal.SIGTERM, *[signal.SIGINT] * default]
     before = {number: signal.signal(number, interrupt) for number in signals}
     try:

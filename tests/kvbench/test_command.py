@@ -51,3 +51,16 @@ def test_bash_completes_commands_options_fields_and_names(tmp_path: Path) -> Non
     )
     found = ["report", "--free-y", "full,streamingllm", "engine.cuda_graph=", "caote/table6", "streamingllm"]
     assert [line.split() for line in done.stdout.splitlines()] == [[one] for one in found]
+
+
+@pytest.mark.parametrize(("started", "code", "message"), [("kvbench", 130, "kvbench: interrupted\n"), ("mine", -2, "")])
+def test_an_interrupt_during_imports_is_one_line_and_other_programs_keep_theirs(
+    started: str, code: int, message: str
+) -> None:
+    program = (
+        f"import os, signal, sys, time\nsys.argv[0] = '/bin/{started}'\nimport kvbench\n"
+        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr == message or (not message and done.stderr.endswith("KeyboardInterrupt\n"))
