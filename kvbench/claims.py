@@ -10,6 +10,7 @@ import yaml
 
 from kvbench.config.completion import complete_overrides
 from kvbench.config.compose import check_run_fields
+from kvbench.errors import counted
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, show
 from kvbench.report.text_table import Table, table_of
@@ -37,7 +38,7 @@ def cli(overrides: Sequence[str], paper: Sequence[str], runs: Path | None, outpu
     fields = {key: yaml.safe_load(value) for key, value in {**words, **budget}.items()}
     claims = [claim for name in paper or PAPERS for claim in read_claims(name, fields)]
     found = [] if runs is None else load_results(runs)
-    show(as_table([decide(claim, found) for claim in claims]), output, f"{len(claims)} claims")
+    show(as_table([decide(claim, found) for claim in claims]), output, counted(len(claims), "claim"))
 
 
 main = program(cli)
@@ -56,7 +57,7 @@ def as_table(verdicts: Sequence[Verdict]) -> Table:
             rows.append([*first, "", "", "", ""])
     columns = ["name", "claim", "verdict", "comparison", "difference", "95% interval", "n"]
     notes = [f"{one.claim.name}: {remark}" for one in verdicts for remark in one.remarks]
-    return table_of(columns, rows, f"{len(verdicts)} claims", left=columns[:4], notes=notes, groups=["name"])
+    return table_of(columns, rows, counted(len(verdicts), "claim"), left=columns[:4], notes=notes, groups=["name"])
 
 
 if __name__ == "__main__":

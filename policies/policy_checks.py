@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, counted
 from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.checks import LARGEST, whole_number
 from kvbench.policies.mergers.merger import Merger
@@ -84,8 +84,9 @@ def check_draft(name: str, pre_pass: Lookahead, budget: int) -> None:
     """Raise ValueError if a budget has no room for a token before the window of the lookahead's SnapKV."""
     if pre_pass.drafter is not None and budget <= pre_pass.draft_window:
         raise ValueError(
-            f"a budget of {budget} tokens per KV head is too small for {name}: draft=evicted keeps the newest "
-            f"{pre_pass.draft_window} tokens and at least one more; use a smaller draft_window or draft=full"
+            f"a budget of {counted(budget, 'token')} per KV head is too small for {name}: draft=evicted keeps the "
+            f"newest {counted(pre_pass.draft_window, 'token')} and at least one more; use a smaller "
+            "draft_window or draft=full"
         )
 
 
@@ -160,10 +161,11 @@ def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int
     least = max(least_budget(scorer, allocator), first + newest)
     if budget >= least:
         return
-    parts = [f"{n} {what}" for n, what in ((first, "sinks"), (newest, "newest tokens")) if n]
+    parts = [counted(n, what) for n, what in ((first, "sink"), (newest, "newest token")) if n]
     always = f" ({' and '.join(parts)} are always kept)" if parts else ""
     raise ValueError(
-        f"a budget of {budget} tokens per KV head is too small for {name}: it must be at least {least}{always}"
+        f"a budget of {counted(budget, 'token')} per KV head is too small for {name}: it must be at least "
+        f"{least}{always}"
     )
 
 
@@ -171,10 +173,10 @@ def check_prompt_fits(name: str, scorer: Scorer, prompt: int, budget: int) -> No
     """Raise ValueError if a prompt that is always kept and the newest tokens (at least one) exceed a layer's budget."""
     newest = scorer.protects(budget).newest
     if prompt + max(newest, 1) > budget:
-        also = f" and the newest {newest} tokens" if newest else " and at least one generated token"
+        also = f" and the newest {counted(newest, 'token')}" if newest else " and at least one generated token"
         raise ValueError(
-            f"protect=prompt keeps all {prompt} tokens of the prompt{also}, but {name} has {budget} tokens per KV "
-            "head: use a larger budget, shorter prompts or protect=none"
+            f"protect=prompt keeps all {prompt} tokens of the prompt{also}, but {name} has {counted(budget, 'token')} "
+            "per KV head: use a larger budget, shorter prompts or protect=none"
         )
 
 
