@@ -21,7 +21,6 @@ from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.policies.pre_passes.pre_pass import ExtraPasses
-from kvbench.policies.press import KVPress
 from kvbench.policies.selections.fair import Fair
 from kvbench.policies.stores.dense import Dense
 
@@ -33,7 +32,7 @@ def check_latents(policy: Policy) -> None:
     needs = Needs() if policy.scorer is None else policy.scorer.needs
     fair, scorer = policy.selection, policy.scorer
     reasons = {
-        "runs a press of kvpress, which reads the keys and values of heads": isinstance(policy, KVPress),
+        "is computed by another package, which reads the keys and values of heads": policy.generator is not None,
         "has a separate budget for each head": policy.allocator.per_head,
         "keeps a token set for each query head": policy.granularity == "query_head",
         "divides its window among the parts of a prompt": isinstance(fair, Fair)

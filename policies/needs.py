@@ -21,6 +21,7 @@ class Needs:
     evictable: a scorer uses which tokens may be evicted (`Observation.evictable`).
     question: the part uses the start of the prompt's question (`Observation.sequences.questions`); the window
     contains the question.
+    reads: numbers of each sequence that the part uses: names of fields of `Observation.sequences`, such as `begins`.
     layer: the part uses the layer index, so layers cannot be scored together.
     kept: a scorer uses the tokens that earlier layers kept (`selected`).
     query_heads: running statistics are kept per query head, not averaged over the group.
@@ -48,6 +49,7 @@ class Needs:
     memory: bool = False
     evictable: bool = False
     question: bool = False
+    reads: tuple[str, ...] = ()
     layer: bool = False
     kept: bool = False
     query_heads: bool = False

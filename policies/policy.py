@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -22,20 +22,19 @@ from kvbench.policies.policy_checks import (
     check_fair,
     check_lookahead,
     check_merger,
-    check_prompt_fits,
     check_protected,
     check_question_fits,
     check_reader,
     check_schedule,
-    check_span,
-    check_spans_fit,
+    check_single,
     check_statistics,
     check_value,
     least_budget,
 )
 from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass, TokenRating
-from kvbench.policies.ranking import Ranking, half_the_bits, protected, within
+from kvbench.policies.protections import read_by
+from kvbench.policies.ranking import Ranking, half_the_bits, protected
 from kvbench.policies.readers.reader import Reader, ReadPlan
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer, protected_counts
@@ -74,6 +73,9 @@ class Policy:
     pre_pass: PrePass | None = None
     budget: Budget = None
     name: str = "policy"
+    generator: ClassVar[str | None] = None
+    """The import path of `generate(model, request, policy) -> Generation` (`kvbench.engine.generate`) of policies that
+    another package computes, in a cache of its own; None: kvbench computes the policy."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -99,12 +101,12 @@ class Policy:
         other = self.value or self.selection
         allocator = with_threshold(self.name, self.allocator, self.scorer, self.schedule, other)
         object.__setattr__(self, "allocator", allocator)
-        if self.schedule.protect == "span":
-            check_span(self.name, self.allocator, self.selection, self.scorer)
+        if self.schedule.protection is not None and self.schedule.protection.single:
+            check_single(self.name, self.schedule, self.allocator, self.selection, self.scorer)
         if isinstance(self.selection, Fair):
             check_fair(self.name, self.selection, self.scorer, self.allocator, self.schedule, self.pre_pass)
         self.allocator.check_policy(self.name, self.scorer.needs.window)
-        self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
+        self.store.check_policy(self.name, self.schedule.returns_to_budget, self.allocator.per_head)
         check_schedule(self.name, self.schedule, self.scorer, self.allocator, self.pre_pass)
         check_statistics(self.name, self.scorer, self.allocator, self.merger)
         check_merger(self.name, self.merger, self.allocator, self.store)
@@ -125,7 +127,7 @@ class Policy:
     @property
     def decoding_evicts(self) -> bool:
         """Whether tokens are evicted while decoding."""
-        return self.evicts and self.schedule.decode != "grow"
+        return self.evicts and self.schedule.decoding_evicts
 
     @cached_property
     def needs(self) -> Needs:
@@ -143,10 +145,11 @@ class Policy:
             own,
             statistics=tuple(dict.fromkeys((*own.statistics, *found, *[MOVED] * rotates))),
             window=max(own.window, self.allocator.needs.window, self.merger.needs.window, drafting),
-            window_decoding=decoding if self.schedule.decode == "evict" else 0,
+            window_decoding=decoding if self.schedule.returns_to_budget else 0,
             model=model,
             layer=own.layer or self.merger.needs.layer or model,
             query_heads=self._values_query_heads or self.allocator.needs.query_heads,
+            reads=read_by(own, self.schedule.protection, self.pre_pass is not None),
         )
 
     @cached_property
@@ -196,10 +199,8 @@ class Policy:
         """The ranking of single tokens by a scorer."""
         sequences, slots = observation.sequences, observation.slots
         first, newest = protected_counts(scorer, sequences.budgets)
-        if self.schedule.protect == "prompt":
-            first = list(sequences.prompts)
-        stays = _protected(observation, first, newest)
-        named = within(observation.positions, self.schedule.spans) if self.schedule.protect == "span" else None
+        stays, protection = _protected(observation, first, newest), self.schedule.protection
+        named = None if protection is None else protection.mask(observation, self.schedule.spans)
         stays = stays if named is None else stays | named
         spared = scorer.spares(observation, state, stays)
         spared = named if spared is None else spared if named is None else spared | named
@@ -250,10 +251,11 @@ def total_slots(policy: Policy, layers: int, length: int | None) -> int:
     return round(policy.budget * length * layers)
 
 
-def layer_budgets(policy: Policy, layers: int, length: int | None, question: int = 0) -> list[int]:
+def layer_budgets(policy: Policy, layers: int, length: int | None, question: int = 0, begin: int = 0) -> list[int]:
     """Slots per KV head of each layer for one sequence with a prompt of `length` tokens; the sum is exact.
 
-    question: tokens of the question, which policies with `needs.question` always keep. An allocator that needs
+    question: tokens of the question, which policies with `needs.question` always keep. begin: position of the first
+    token of the newest prompt. An allocator that needs
     statistics splits evenly before layers are measured.
     ValueError if a layer gets fewer slots than tokens that are always kept.
     """
@@ -268,10 +270,9 @@ def layer_budgets(policy: Policy, layers: int, length: int | None, question: int
     assert sum(budgets) == total or not allocator.exact, "an allocator must distribute exactly the total"
     for budget in budgets:
         check_protected(policy.name, scorer, allocator, budget)
-    if policy.schedule.protect == "prompt" and length is not None:
-        check_prompt_fits(policy.name, scorer, length, min(budgets))
-    if policy.schedule.protect == "span" and length is not None:
-        check_spans_fit(policy.name, scorer, policy.schedule.spans, length, min(budgets))
+    protection, least = policy.schedule.protection, min(budgets)
+    if protection is not None and length is not None:
+        protection.check_fits(policy.name, least, scorer.protects(least), length, begin, policy.schedule.spans)
     if policy.needs.question:
         check_question_fits(policy.name, question, min(budgets))
     return budgets

@@ -1,7 +1,5 @@
 """Checks of a policy: compatibility of its parts and the smallest budget. They raise ValueError."""
 
-from collections.abc import Sequence
-
 from kvbench.errors import ConfigError, counted
 from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.checks import LARGEST, whole_number
@@ -169,17 +167,6 @@ def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int
     )
 
 
-def check_prompt_fits(name: str, scorer: Scorer, prompt: int, budget: int) -> None:
-    """Raise ValueError if a prompt that is always kept and the newest tokens (at least one) exceed a layer's budget."""
-    newest = scorer.protects(budget).newest
-    if prompt + max(newest, 1) > budget:
-        also = f" and the newest {counted(newest, 'token')}" if newest else " and at least one generated token"
-        raise ValueError(
-            f"protect=prompt keeps all {prompt} tokens of the prompt{also}, but {name} has {counted(budget, 'token')} "
-            "per KV head: use a larger budget, shorter prompts or protect=none"
-        )
-
-
 def check_fair(
     name: str,
     selection: Fair,
@@ -201,28 +188,15 @@ def check_fair(
         )
 
 
-def check_span(name: str, allocator: Allocator, selection: Selection | None, scorer: Scorer) -> None:
-    """Raise ValueError unless named parts of a prompt can always stay: whatever else is kept, one by one."""
+def check_single(
+    name: str, schedule: Schedule, allocator: Allocator, selection: Selection | None, scorer: Scorer
+) -> None:
+    """Raise ValueError unless tokens that the schedule protects can always stay: whatever else is kept, one by one."""
     if isinstance(allocator, StatisticAllocator) or isinstance(selection, Pages) or scorer.needs.question:
         raise ValueError(
-            f"protect=span keeps single tokens in every layer, which {name} does not support: its layers share the "
-            "budget by a statistic, it keeps whole pages, or it keeps the question; use another policy, such as snapkv"
-        )
-
-
-def check_spans_fit(name: str, scorer: Scorer, spans: Sequence[tuple[int, int]], prompt: int, budget: int) -> None:
-    """Raise ValueError if the named parts of a prompt, with all tokens that are always kept, exceed the budget."""
-    if not spans:
-        raise ValueError(
-            "protect=span keeps the parts of a prompt that the task names, and this prompt has none: use "
-            "task=instructions or protect=none"
-        )
-    first, newest, _ = scorer.protects(budget)
-    named = {*range(first), *(position for begin, end in spans for position in range(begin, min(end, prompt)))}
-    if min(len(named) + newest, prompt) > budget:
-        raise ValueError(
-            f"protect=span keeps {len(named)} tokens of the prompt, and {name} always keeps the newest {newest}, but "
-            f"it has {budget} tokens per KV head: use a larger budget or protect=none"
+            f"protect={schedule.protect} keeps single tokens in every layer, which {name} does not support: its layers "
+            "share the budget by a statistic, it keeps whole pages, or it keeps the question; use another policy, such "
+            "as snapkv"
         )
 
 
@@ -244,7 +218,7 @@ def check_reader(
             f"{name} uses sparse attention and keeps every token: it must be combined with no scorer, the "
             "dense store and granularity=kv_head"
         )
-    if reader.evicts and (scorer is None or schedule.decode != "grow" or schedule.late):
+    if reader.evicts and (scorer is None or schedule.decoding_evicts or schedule.late):
         raise ValueError(
             f"{name} evicts prompt tokens before sparse attention reads the rest: it must be combined with a scorer, "
             "decode=grow and late=false"

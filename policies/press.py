@@ -3,7 +3,7 @@
 import importlib
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from kvbench.errors import ConfigError, instead
 from kvbench.policies.checks import check_choices
@@ -43,12 +43,20 @@ class KVPress(Policy):
 
     press: the name of a press class (`SnapKVPress`), or a press object. attention: the attention implementation, by its
     name in transformers; ObservedAttentionPress needs eager. version: version of kvpress, part of a run's identity.
+    moments: when the press evicts from the prompt, and its rule while decoding, as tables show them.
     Source: https://github.com/NVIDIA/kvpress (Devoto et al. 2025, arXiv 2510.00636).
     """
 
     press: object = None
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     version: str = field(init=False, default="")
+    moments: tuple[str, str] = field(init=False, default=("prompt", "grow"))
+    generator: ClassVar[str | None] = "kvbench.engine.press.generate"
+
+    @classmethod
+    def named(cls, name: str) -> dict[str, object]:
+        """The fields of the policy `kvpress/<name>`. Raises ValueError if there is no press of this name."""
+        return {"press": {"_target_": press_class(name)}}
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -58,6 +66,8 @@ class KVPress(Policy):
         if getattr(self.press, "threshold", 0.0) is None:
             raise ConfigError("press.threshold", None, f"a score below which {self.kind} evicts a token")
         ratio, decoder = _ratio(self.press), decoding_part(self.press)
+        if decodes(self.press):
+            object.__setattr__(self, "moments", ("decoding" if decoder is self.press else "prompt", "press"))
         if decoder is not None:
             self._check_decoding(decoder)
         elif ratio or ratio is None:
@@ -73,8 +83,12 @@ class KVPress(Policy):
                 f"{self.schedule}, decode={self.schedule.decode}",
                 why="is not supported: a press compresses the whole prompt once, then the cache grows (decode=grow)",
             )
-        if (self.scorer, self.value, self.store) != (None, None, Dense()):
-            raise ValueError("policy=kvpress cannot be combined with a scorer, value or store: the press replaces them")
+        others = self.scorer, self.value, self.reader, self.pre_pass
+        if any(part is not None for part in others) or self.store != Dense():
+            raise ValueError(
+                "policy=kvpress cannot be combined with a scorer, value, reader, pre-pass or store: the press replaces "
+                "them"
+            )
 
     def _check_decoding(self, decoder: Any) -> None:  # noqa: ANN401 - a package without types
         """Set or check the budget of a press that compresses while decoding. Raises ConfigError."""
@@ -103,6 +117,11 @@ def decoding_part(press: object) -> Any:  # noqa: ANN401 - a package without typ
     """The part of a press that compresses while decoding: a `DecodingPress`, or None."""
     part = getattr(press, "decoding_press", None) if isinstance(press, presses().PrefillDecodingPress) else press
     return part if isinstance(part, presses().DecodingPress) else None
+
+
+def decodes(press: object) -> bool:
+    """Whether a press compresses while tokens are decoded."""
+    return decoding_part(press) is not None or bool(getattr(press, "decoding", False))
 
 
 def has_target_size(decoder: object) -> bool:

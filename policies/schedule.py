@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from kvbench.policies.checks import LARGEST, check_choices, whole_number
+from kvbench.policies.checks import LARGEST, check_choices, choice, whole_number
 from kvbench.policies.observation import Phase
+from kvbench.policies.protections import PROTECTIONS, Protection
 
 
 class Span(NamedTuple):
@@ -30,8 +31,8 @@ class Schedule(ABC):
 
     every: decoding evicts `every` tokens at once, as soon as the cache exceeds the budget by this number.
     protect: `prompt` keeps all tokens of the prompt, inside the budget; a prompt that does not fit is refused. `span`
-    keeps the parts of the prompt that the task names, such as instructions, in the same way. spans: their positions
-    [first, end), which the task gives for each example.
+    keeps the parts of the prompt that the task names, such as instructions, in the same way; or a `Protection` of your
+    own. spans: positions [first, end) of the parts, which the task gives for each example.
     order: `attend_then_evict` computes a step's attention before its eviction; `evict_then_attend` evicts first, and
     attention uses the kept tokens (CAOTE, eq. 5-7). late: the prompt is evicted after the first decoded token has
     attended to all of it.
@@ -44,13 +45,16 @@ class Schedule(ABC):
     late: bool = False
     rerotate: bool = False
     every: int = 1
-    protect: Literal["none", "prompt", "span"] = "none"
+    protect: str | Protection = "none"
     spans: tuple[tuple[int, int], ...] = field(default=(), kw_only=True, metadata={"decides": False})
 
     def __post_init__(self) -> None:
         check_choices(self)
         whole_number("every", self.every, 1)
-        if self.decode != "evict" and (self.every > 1 or self.protect == "prompt"):
+        if not isinstance(self.protect, Protection):
+            choice("protect", self.protect, *PROTECTIONS)
+        idle = self.protection is not None and self.decode in self.protection.no_effect
+        if idle or (self.every > 1 and not self.returns_to_budget):
             raise ValueError(
                 f"every= and protect=prompt need decode=evict: they have no effect with decode={self.decode}"
             )
@@ -60,9 +64,24 @@ class Schedule(ABC):
             raise ValueError("late=true evicts after the first decoded token: it needs decode=evict, attend_then_evict")
 
     @property
+    def decoding_evicts(self) -> bool:
+        """Whether an eviction follows a decoded token."""
+        return self.decode != "grow"
+
+    @property
+    def returns_to_budget(self) -> bool:
+        """Whether these evictions return to the budget."""
+        return self.decode == "evict"
+
+    @property
+    def protection(self) -> Protection | None:
+        """The tokens that are kept beside those of the scorer."""
+        return PROTECTIONS[self.protect] if isinstance(self.protect, str) else self.protect
+
+    @property
     def spare(self) -> int:
         """Tokens per KV head by which decoding exceeds the budget before it evicts."""
-        return self.every if self.decode == "evict" else 0
+        return self.every if self.returns_to_budget else 0
 
     @property
     def one_each(self) -> bool:
@@ -99,7 +118,7 @@ class Schedule(ABC):
                 f"order=evict_then_attend needs each block in one call of the model, but a call ends inside a block at "
                 f"token {last}: call it with whole blocks, or with the whole prompt"
             )
-        evicts = self.decode != "grow"
+        evicts = self.decoding_evicts
         decoded = range(max(first, boundary), last)
         if evicts or single:
             steps += [

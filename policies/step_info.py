@@ -93,14 +93,15 @@ class SequenceInfo(NamedTuple):
 
     last: the position of the newest token, if the host has it and all sequences have the same. opens: whether a block
     (prompt, decoded token) begins in this step. budgets: the layer's slots per KV head; the mean until an allocator has
-    divided the budget. prompts: prompt length with all earlier tokens. questions: position of the question, if
-    `needs.question`.
+    divided the budget. Numbers that a part declares (`Needs.reads`): prompts: prompt length with all earlier tokens;
+    begins: position of the first token of the newest prompt; questions: position of its question, if `needs.question`.
     """
 
     last: int | None = None
     opens: tuple[bool, ...] = ()
     budgets: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
+    begins: tuple[int, ...] = ()
     questions: tuple[int, ...] = ()
 
 

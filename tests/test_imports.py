@@ -81,7 +81,7 @@ def test_imports_between_packages_follow_the_table(name: str) -> None:
 
 
 CORE = ("cache", "sequence", "eviction", "attention", "budgets", "layer")
-EXTRAS = ("cascade", "inputs", "latent", "measured", "pre_passes", "pressed", "recurrent", "shared")
+EXTRAS = ("cascade", "inputs", "latent", "measured", "pre_passes", "recurrent", "shared")
 
 
 @pytest.mark.parametrize("name", CORE)

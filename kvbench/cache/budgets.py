@@ -37,7 +37,8 @@ class Budgets:
     def shares(self) -> list[int]:
         """Slots per KV head of each layer. A layer that a cascading allocator has not reached has its even share."""
         if not self._shares:
-            self._shares = layer_budgets(self._policy, self._layers, self.prompt, self.prompt - self.question)
+            asked = self.prompt - self.question
+            self._shares = layer_budgets(self._policy, self._layers, self.prompt, asked, self.opened)
         return self._shares
 
     def within(self, layer: int, tokens: int) -> int:
@@ -59,6 +60,11 @@ class Budgets:
             self._shares[layer] = ENDLESS
             self._after = self._after_prompt()
             self._after[layer] += own
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What parts may read of the sequence (`Needs.reads`), by fields of `SequenceInfo`."""
+        return {"prompts": self.prompt, "begins": self.opened, "questions": self.question}
 
     # --- budgets that are measured on the prompt ---------------------------------------------------------------------
     @property
@@ -93,7 +99,7 @@ class Budgets:
         if not self._after:
             self._after = self._after_prompt()
         held, every, tokens = self._after, schedule.every, seen - self.prompt - schedule.late
-        if schedule.decode != "evict" or tokens == 0:
+        if not schedule.returns_to_budget or tokens == 0:
             return [n + tokens for n in held]
         if isinstance(self._policy.selection, Pages):  # whole pages, of which the newest may be short, leave later
             return [min(n + tokens, b + every - 1) for n, b in zip(held, self._shares, strict=True)]

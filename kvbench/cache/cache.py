@@ -8,7 +8,6 @@ decode alike are in a table (`kvbench.cache.table`), which does this for all of 
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as List
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from kvbench.cache import NAME
 from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call, check_scores
 from kvbench.cache.calls import CallingModel, Columns
@@ -150,7 +148,7 @@ class KVCache(Cache):
     ) -> Passed:
         """Pass the new keys and values [B,H_kv,M,D] of a layer, or its latents, to the attention that appends them."""
         place, new = self._places[layer_idx], (key_states, value_states)
-        if place == 0 and (self.config._attn_implementation != NAME or "kvpress" in sys.modules):
+        if place == 0:
             check_attention(self.config)
         for extra in self.extras:
             passed = extra.new_call(self, layer_idx, place, *new)
@@ -404,6 +402,10 @@ class KVCache(Cache):
     def kept_by_layer(self) -> list[Tensor]:
         """[B,H_kv] tokens held by each attention layer, on the CPU."""
         return [layer.kept_tokens().cpu() for layer in self.attention_layers]
+
+    def footprint(self, decode_steps: int) -> float:
+        """Entries held by the only sequence, summed over all fed tokens (`Sequence.footprint`)."""
+        return self.sequence.footprint([layer[0].tolist() for layer in self.kept_by_layer()], decode_steps)
 
     def kept_tokens(self) -> Tensor:
         """[L,B,H_kv] tokens held by the attention layers. ValueError if layers differ in their number of KV heads."""

@@ -12,6 +12,7 @@ Shapes: n layers that evict together, H_kv KV heads, T slots, D head dim.
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as List
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -190,6 +191,9 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
         for row, step in enumerate(steps):
             own = contents[name][row : row + 1], places[row : row + 1]
             step.layer.recent.held, step.layer.recent.borrowed = own, False
+    numbers: dict[str, Any] = {
+        name: tuple(step.sequence.budgets.numbers[name] for step in steps) for name in first.policy.needs.reads
+    }
     few = first.queries.shape[2] <= FEW_QUERIES  # more are in no score, apart from the window
     queries = torch.cat([step.queries if few else step.queries[:, :, :0] for step in steps])
     return LazyObservation(
@@ -205,8 +209,7 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
         sequences=seen.sequences._replace(
             opens=seen.sequences.opens * count,
             budgets=seen.sequences.budgets * count,
-            prompts=tuple(step.sequence.budgets.prompt for step in steps),
-            questions=tuple(step.sequence.budgets.question for step in steps),
+            **numbers,
         ),
         shared=seen.shared,
         known=known,

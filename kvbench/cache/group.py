@@ -40,15 +40,14 @@ class Kind:
     """What a recorded step has as constants of a sequence.
 
     rule: of evictions; None if decoding does not evict. budgets: of each layer. slots: bound of a segment's length.
-    prompt, question: the length of the prompt and the position of its question, if the policy uses them, else -1.
+    numbers: those of the sequence that the policy reads (`Needs.reads`), in the order of their names.
     see_own: whether each query of the window sees its own token.
     """
 
     rule: object = None
     budgets: tuple[int, ...] = ()
     slots: int = 0
-    prompt: int = -1
-    question: int = -1
+    numbers: tuple[int, ...] = ()
     see_own: bool = False
     policy: Policy = field(compare=False, default_factory=Policy)
 
@@ -62,13 +61,11 @@ def kind_of(sequence: Sequence, slots: int) -> Kind:
     policy = sequence.policy
     budgets = tuple(sequence.budgets.shares)
     memory = tuple((name, x.shape) for name, x in sequence.layers[0].memory.items())
-    reads_prompt = policy.schedule.protect == "prompt" or policy.pre_pass is not None or policy.needs.question
     return Kind(
         rule=(sequence.rule, memory),
         budgets=budgets,
         slots=slots if policy.allocator.per_head else min(slots, max(budgets) + 1),
-        prompt=sequence.budgets.prompt if reads_prompt else -1,
-        question=sequence.budgets.question if policy.needs.question else -1,
+        numbers=tuple(sequence.budgets.numbers[name] for name in policy.needs.reads),
         see_own=keeps_window(policy, budgets),
         policy=policy,
     )
@@ -242,13 +239,17 @@ class Rows:
             sequences=SequenceInfo(
                 opens=(True,) * len(places),
                 budgets=tuple(kind.budgets[index] for index in layers for kind in kinds),
-                prompts=tuple(kind.prompt for kind in kinds if kind.prompt >= 0) * count,
-                questions=tuple(kind.question for kind in kinds if kind.question >= 0) * count,
+                **self._numbers(count),
             ),
             shared=group.shared,
             known=self.slots.known,
             memory=self.memory if needs.memory else {},
         )
+
+    def _numbers(self, layers: int) -> dict[str, Any]:
+        """The numbers of the sequences that the policy reads, for rows of some layers."""
+        each = zip(self.policy.needs.reads, *(kind.numbers for kind in self._group.kinds), strict=True)
+        return {name: tuple(numbers) * layers for name, *numbers in each}
 
 
 class LazyObservation(Observation):

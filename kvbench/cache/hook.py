@@ -285,8 +285,8 @@ def _attention_of(model: PreTrainedModel) -> dict[str, str]:
 def check_attention(config: PreTrainedConfig) -> None:
     """Raise ValueError if the model's attention function cannot read a cache of its configuration.
 
-    Also removes the wrapper of kvpress from our attention function: on import, kvpress wraps every registered function
-    to mask keys of its own caches, but ours gets a layer's call instead of keys.
+    Also restores our attention function if a package has wrapped all registered ones (kvpress does on import, to mask
+    keys of its own caches): ours gets a layer's call instead of keys.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -9,7 +9,6 @@ from torch._compile import _disable_dynamo
 from kvbench.cache.families import INSTEAD, InterfaceError
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
-from kvbench.policies.press import KVPress
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -78,9 +77,9 @@ def check_policy(policy: object) -> None:
     """ValueError for what is no policy, and for policies that only our own generation can drive."""
     if not isinstance(policy, Policy):
         raise ValueError(f"policy must be a Policy, such as make_policy('snapkv', 512) gives, got {policy!r}")
-    if isinstance(policy, KVPress):
+    if policy.generator is not None:
         raise ValueError(
-            f"{policy.name} compresses transformers' own cache, not ours, so it can only generate: use "
+            f"{policy.name} compresses a cache of its own, not a KVCache, so it can only generate: use "
             "kvbench.generate, or a task whose answers are written"
         )
     if isinstance(policy.pre_pass, PromptChoice):

@@ -197,7 +197,7 @@ class Sequence:
         self.given = {}
         first, schedule = self.seen, self.policy.schedule
         if count == columns == 1 and self.decodes:
-            self.spans = [Span(first, first + 1, True, schedule.decode != "grow", "decode")]
+            self.spans = [Span(first, first + 1, True, schedule.decoding_evicts, "decode")]
         else:
             if not self.started:  # without a given length the first call is the whole prompt
                 self.started = True

@@ -151,8 +151,7 @@ class Step:
                 last=span.end - 1 if self.sequence.clock is None else None,
                 opens=(span.opens,),
                 budgets=() if policy.scorer is None else (budget,),
-                prompts=(budgets.prompt,),
-                questions=(budgets.question,),
+                **{name: (number,) for name, number in budgets.numbers.items()},
             ),
             memory=dict(self.layer.memory) if policy.needs.memory else {},
             shared=self.sequence.shared,
@@ -167,7 +166,7 @@ class Step:
         """
         layer = self.layer
         if self.span.phase != "decode":
-            if self.prompt_done and (self.span.evicts or self.policy.schedule.decode == "grow"):
+            if self.prompt_done and (self.span.evicts or not self.policy.schedule.decoding_evicts):
                 layer.recent.limit(self.policy.needs.window_decoding or 0)
                 if self.policy.scorer is not None and not self.policy.decoding_evicts:
                     self.policy.scorer.forget(layer.memory)

@@ -107,9 +107,14 @@ def selects(config: Config) -> bool:
     return bool(config.get("scorer") or config.get("pre_pass"))
 
 
+def methods_of_others(config: Config) -> list[str]:
+    """The parts that policies of kvbench do not have: those of a policy that another package computes."""
+    return [name for name, part in config.items() if isinstance(part, dict) and name not in (*DECISIONS, "schedule")]
+
+
 def budgeted(config: Config) -> bool:
     """Whether a policy has a budget."""
-    return selects(config) or bool(config.get("reader") or config.get("press"))
+    return selects(config) or bool(config.get("reader")) or any(methods_of_others(config))
 
 
 def when(config: Config) -> str:

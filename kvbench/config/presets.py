@@ -3,7 +3,7 @@
 The name of a policy is a file of conf/policy/, or is composed of several files (`composed`):
 - `caote_knorm`: a wrapper of conf/wrapper/ before a policy;
 - `kivi_g32_r128`, `snapkv_kivi_g32`: a policy that only stores, with settings of its store, alone or behind a policy;
-- `kvpress/KnormPress`: a class of kvpress.
+- `kvpress/KnormPress`: a policy with names of its own (`named`).
 Policies are imported inside functions, because a command line that names none need not wait for torch.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SCHEDULE = ("schedule", "block", "decode", "every", "protect")
 """The fields of a run that change its policy's schedule, in the order of `scheduled`."""
 BLOCKS, PROMPT = "kvbench.policies.schedule.Blocks", "kvbench.policies.schedule.Prompt"
-METHOD = ("scorer", "pre_pass", "press", "reader")
+METHOD = ("scorer", "pre_pass", "reader")
 """The parts that use a budget."""
 UNIFORM = "kvbench.policies.allocators.uniform.Uniform"
 GLOBAL = "kvbench.policies.allocators.global_threshold.GlobalThreshold"
@@ -46,11 +46,11 @@ def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
 
 def composed(slug: str, folders: Sequence[Path] = ()) -> Config | None:
     """The configuration of a name that has no file; None if the name is not composed of known ones."""
-    press = slug.removeprefix("kvpress/")
-    if press != slug:
-        from kvbench.policies.press import press_class
-
-        return {**read("policy", "kvpress", folders), "press": {"_target_": press_class(press)}}
+    suite, _, own = slug.partition("/")
+    if own and find("policy", suite, folders) is not None:
+        config = read("policy", suite, folders)
+        named = getattr(part_class(config), "named", None) if config.get("_target_") else None
+        return None if named is None else {**config, **named(own)}
     words = slug.split("_")
     for first in range(len(words)):
         for last in range(len(words), first, -1):
@@ -163,7 +163,8 @@ def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a configuration with its budget. Raises ConfigError for a combination that cannot work."""
     from kvbench.policies.policy import Policy
 
-    counts = any(config.get(part) for part in METHOD)
+    generates = getattr(part_class(config), "generator", None) if "_target_" in config else None
+    counts = generates is not None or any(config.get(part) for part in METHOD)
     policy = build({**config, "budget": budget if counts else None})
     if not isinstance(policy, Policy):
         raise ConfigError("_target_", config.get("_target_"), why="is not a policy")
@@ -262,8 +263,10 @@ def scheduled(
         own["size"] = math.inf if block == "inf" else block
     if decode in ("grow", "threshold"):  # no token makes room for another, so `every` and `protect` have no meaning
         config["schedule"] = own = {k: v for k, v in own.items() if k not in ("every", "protect")}
-    if config.get("scorer", "?") is None and protect in ("prompt", "span", "none"):
-        protect = None  # nothing is evicted, so `full` is one run for all values of `protect`
+    if config.get("scorer", "?") is None and protect is not None:
+        from kvbench.policies.protections import PROTECTIONS
+
+        protect = None if protect in PROTECTIONS else protect  # nothing is evicted: `full` is one run for all values
     given = {"decode": decode, "every": every, "protect": protect}
     own |= {name: value for name, value in given.items() if value is not None}
     return config

@@ -11,13 +11,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kvbench.cache.cache import BudgetError, KVCache
+from kvbench.cache.cache import BudgetError
 from kvbench.cache.footprint import fed
 from kvbench.cache.layer import Layer
-from kvbench.cache.pressed import PressedCache
 from kvbench.cache.views import nbytes_read, tokens_read
-from kvbench.engine.generate import generate
+from kvbench.engine.generate import HeldCache, generate
 from kvbench.engine.logits import now
 from kvbench.engine.memory import peak, reset_peak
 from kvbench.engine.prompts import blank
@@ -115,21 +115,20 @@ def answered(
     run: Run,
     prompt: Prompt,
     tokens: Sequence[int],
-    cache: KVCache | PressedCache,
+    cache: HeldCache,
     decode_steps: int,
     compared: Callable[[str], Divergence] | None = None,
     kept: Mapping[str, Any] | None = None,
 ) -> Sample:
     """The sample of an example with a generated answer, without the fields about the batch in which it was computed.
 
-    kept: see `kept_at_start`, from when the answer began. compared: makes the divergence of an answer that was fed to
+    kept: further fields, such as those of `kept_at_start`. compared: makes the divergence of an answer that was fed to
     the policy; it has no score.
     """
     generated = list(tokens[len(prompt.dictated) :])
     ending = _ending(run, prompt)
     stopped = decode_steps == len(tokens) or ending.reached(generated)  # EOS takes a step and is not a token
-    own_history = prompt.own and isinstance(cache, KVCache)  # then earlier answers of the model count too
-    processed = cache.seen if own_history else len(prompt.ids) + decode_steps
+    processed = cache.seen if prompt.own else len(prompt.ids) + decode_steps  # own answers count too
     text = ending.text(generated)
     return replace(
         blank(prompt),
@@ -158,7 +157,7 @@ def as_memory_error(error: Exception) -> Exception:
     return error
 
 
-def evicted(cache: KVCache | PressedCache, tokens: int) -> bool:
+def evicted(cache: HeldCache, tokens: int) -> bool:
     """Whether a KV head of a cache of one sequence holds fewer tokens than were processed, which are >= `tokens`."""
     return min(int(layer.min()) for layer in cache.kept_by_layer()) < max(tokens, cache.seen)
 
@@ -186,13 +185,11 @@ def scored(run: Run, output: str, prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int, decode_steps: int = 0) -> dict[str, Any]:
+def _cache_fields(run: Run, cache: HeldCache, processed: int, decode_steps: int = 0) -> dict[str, Any]:
     """What a cache holds at the end, and held at its peak. processed: tokens that `full` would hold."""
-    kept = [layer[0].tolist() for layer in cache.kept_by_layer()]
-    entries = cache.entries if isinstance(cache, PressedCache) else cache.sequence.footprint(kept, decode_steps)
     fields: dict[str, Any] = {
-        "kept_tokens": kept,
-        "kv_footprint": entries / fed(0, processed),
+        "kept_tokens": [layer[0].tolist() for layer in cache.kept_by_layer()],
+        "kv_footprint": cache.footprint(decode_steps) / fed(0, processed),
         "cache_bytes": cache.held_nbytes,
         "peak_bytes": cache.peak_nbytes,
         "spare_bytes": cache.spare_nbytes,
@@ -201,14 +198,12 @@ def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int, decod
         "full_position_bytes": run.checkpoint.full_position_bytes(processed) if _holds_positions(cache) else 0,
         "evicted": float(evicted(cache, processed)),
     }
-    if run.policy.pre_pass is not None and isinstance(cache, KVCache):
-        fields |= {"pre_pass_tokens": cache.sequence.passed, "pre_pass_steps": cache.sequence.passes}
-    if isinstance(cache, PressedCache):
-        fields["masked_tokens"] = cache.masked
-    else:
-        fields["clipped"] = clipped(cache.sequence.layers)
-    if run.policy.reader is not None and isinstance(cache, KVCache):
-        fields |= {"read_tokens": tokens_read(cache.sequence), "read_bytes": nbytes_read(cache.sequence)}
+    for sequence in cache.sequences:
+        fields["clipped"] = clipped(sequence.layers)
+        if run.policy.pre_pass is not None:
+            fields |= {"pre_pass_tokens": sequence.passed, "pre_pass_steps": sequence.passes}
+        if run.policy.reader is not None:
+            fields |= {"read_tokens": tokens_read(sequence), "read_bytes": nbytes_read(sequence)}
     return fields
 
 
@@ -220,32 +215,37 @@ def clipped(layers: Sequence[Layer]) -> int | None:
     return sum(known) if known else None
 
 
-def _holds_positions(cache: KVCache | PressedCache) -> bool:
-    """Whether a cache stores positions; transformers' own cache and codes of all tokens do not need them."""
-    if isinstance(cache, PressedCache):
-        return False
+def _holds_positions(cache: HeldCache) -> bool:
+    """Whether a cache stores positions; a cache of another package and codes of all tokens do not need them."""
     stores = (layer.store for sequence in cache.sequences for layer in sequence.layers if layer.opened)
     return any(store.sizes().kinds.get("positions") for store in stores)
 
 
-def _kept_heads(run: Run, prompt: Prompt, cache: KVCache | PressedCache) -> KeptHeads | None:
+def _kept_heads(run: Run, prompt: Prompt, cache: HeldCache) -> KeptHeads | None:
     """How many heads keep each token of the prompt, for the first examples; reports colour the prompt by it.
 
-    None if it is unknown: transformers' own cache has no positions, and a policy that selects the prompt's tokens
+    None if it is unknown: a cache of another package has no positions, and a policy that selects the prompt's tokens
     counts positions among those it selected.
     """
-    if prompt.example.index >= WITH_KEPT_HEADS or not run.policy.evicts or isinstance(cache, PressedCache):
+    if (
+        prompt.example.index >= WITH_KEPT_HEADS
+        or not run.policy.evicts
+        or isinstance(run.policy.pre_pass, PromptChoice)
+    ):
         return None
-    if isinstance(run.policy.pre_pass, PromptChoice):
-        return None
-    return kept_heads((layer.positions[0] for layer in cache.attention_layers), len(prompt.ids))
+    return kept_heads(_positions(cache), len(prompt.ids))
 
 
-def _kept_spans(run: Run, prompt: Prompt, cache: KVCache | PressedCache) -> dict[str, float] | None:
+def _kept_spans(run: Run, prompt: Prompt, cache: HeldCache) -> dict[str, float] | None:
     """The share of the tokens of each named part of the prompt that is held at the end, mean over layers and heads."""
-    if not prompt.spans or isinstance(cache, PressedCache) or isinstance(run.policy.pre_pass, PromptChoice):
+    if not prompt.spans or not cache.sequences or isinstance(run.policy.pre_pass, PromptChoice):
         return None
-    return kept_spans((layer.positions[0] for layer in cache.attention_layers), prompt.spans)[0]
+    return kept_spans(_positions(cache), prompt.spans)[0]
+
+
+def _positions(cache: HeldCache) -> list[Tensor]:
+    """[H_kv,C] for every layer of the only sequence: the position in each slot, -1 if it is empty."""
+    return [layer.positions[0] for sequence in cache.sequences for layer in sequence.layers]
 
 
 def kept_at_start(run: Run, prompt: Prompt, sequence: LiveSequence) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
 
 
-# --- examples that are computed as a whole: pairs and texts that are scored, and presses of kvpress ------------------
+# --- examples that are computed as a whole: pairs, scored texts, and policies with a cache of their own --------------
 def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example that cannot be part of a batch. report: called with the number of tokens scored so far.
 
@@ -280,7 +280,7 @@ def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callab
     else:
         done = generate(loaded.model, [request_for(run, loaded, prompt)], run.policy)
         sample = replace(
-            answered(run, prompt, done.tokens[0], done.cache, done.decode_steps),
+            answered(run, prompt, done.tokens[0], done.cache, done.decode_steps, kept=done.fields),
             prefill_seconds=rounded(done.prefill_seconds),
             decode_seconds=rounded(done.decode_seconds),
             recomputed_tokens=None if prompt.example.shared is None else prompt.known,

@@ -243,7 +243,7 @@ def new_sequence(request: Request, policy: Policy) -> LiveSequence:
     policy = policy if request.example is None else policy.for_example(*request.example)
     if isinstance(policy.selection, Fair):
         policy = replace(policy, selection=replace(policy.selection, starts=request.parts))
-    if policy.schedule.protect == "span":
+    if policy.schedule.protection is not None and "spans" in policy.schedule.protection.reads:
         policy = replace(policy, schedule=replace(policy.schedule, spans=request.protected))
     return LiveSequence(request, policy)
 

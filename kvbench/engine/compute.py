@@ -118,7 +118,8 @@ def _compute_missing(writers: Sequence[RunWriter]) -> None:
 def _limit(writer: RunWriter) -> int | None:
     """The maximum size of a run's batch; None: as memory allows.
 
-    1 for runs that score pairs or whole texts, for conversations with the model's own answers, and for presses.
+    1 for runs that score pairs or whole texts, for conversations with the model's own answers, and for policies with
+    a cache of their own.
     """
     batched = all(in_batch(writer.run, prompt) and not prompt.own for prompt in writer.prompts)
     return writer.run.rows if batched else 1

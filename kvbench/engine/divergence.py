@@ -23,7 +23,6 @@ from kvbench.engine.sequence import LiveSequence
 from kvbench.errors import ConfigError
 from kvbench.models.prompt import Prompt
 from kvbench.policies.policy import Policy
-from kvbench.policies.press import KVPress
 from kvbench.results.samples import Divergence
 from kvbench.run.run import Run
 from kvbench.tasks.task import Reading
@@ -190,8 +189,8 @@ def check_divergence(run: Run, prompts: Sequence[Prompt]) -> None:
             f"compares answers, and task {run.task.name} only scores given texts: use a task that generates, or score "
             "what follows a prompt (task.prompt_tokens)"
         )
-    elif isinstance(run.policy, KVPress):
-        why = f"feeds every policy the same answer, and {run.policy_name}, a press of kvpress, does not support that"
+    elif run.policy.generator is not None:
+        why = f"feeds every policy the same answer, and {run.policy_name} has a cache of its own"
     elif run.sampling is not None and not run.sampling.greedy:
         why = (
             "compares with the greedy answer of the full cache, so sampling has no effect: leave out "

@@ -4,39 +4,66 @@ Shapes: B batch, T prompt tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.cache import KVCache
 from kvbench.cache.copies import together
-from kvbench.cache.pressed import PressedCache
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import now
-from kvbench.engine.press import generate_with_press
 from kvbench.engine.sequence import LiveSequence, Request, TokenSampler
 from kvbench.models.replay import can_replay, check_graph
 from kvbench.policies.policy import Policy
-from kvbench.policies.press import KVPress
+
+
+class HeldCache(Protocol):
+    """What a sample shows of a cache: its sizes, counted from its tensors. `KVCache` has these members.
+
+    seen: tokens seen. sequences: the sequences of a `KVCache`; empty for a cache of another package.
+    """
+
+    @property
+    def seen(self) -> int: ...
+    @property
+    def sequences(self) -> Sequence[Any]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def held_nbytes(self) -> int: ...
+    @property
+    def peak_nbytes(self) -> int: ...
+    @property
+    def spare_nbytes(self) -> int: ...
+    @property
+    def state_nbytes(self) -> int: ...
+
+    def kept_by_layer(self) -> list[Tensor]:
+        """[B,H_kv] tokens held by each attention layer, on the CPU."""
+
+    def footprint(self, decode_steps: int) -> float:
+        """Entries held by its only sequence, summed over all fed tokens (`kvbench.cache.footprint`)."""
 
 
 @dataclass(frozen=True)
 class Generation:
     """The new tokens of each sequence of a batch (without EOS), the cache at the end, and the time.
 
+    Policies of other packages (`Policy.generator`) return it for one request. fields: further fields of the sample.
     prefill_seconds: until the first token is known, including evictions of the prompt and a question after a context.
     decode_seconds: of all later tokens, in decode_steps calls of the model.
     """
 
     tokens: list[list[int]]
-    cache: KVCache | PressedCache
+    cache: HeldCache
     prefill_seconds: float
     decode_seconds: float
     decode_steps: int
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 def generate_tokens(
@@ -91,12 +118,12 @@ def generate(
     model: PreTrainedModel, requests: Sequence[Request], policy: Policy, cuda_graph: bool = False
 ) -> Generation:
     """Generate for requests under one policy as one batch; see `generate_tokens`."""
-    if isinstance(policy, KVPress):
+    if policy.generator is not None:
         if len(requests) != 1:
             raise ValueError(f"{policy.name} compresses one sequence at a time, got {len(requests)}")
-        began = now(model)
-        one, pressed, prefilled = generate_with_press(model, requests[0], policy)
-        return Generation([one.tokens], pressed, prefilled - began, now(model) - prefilled, one.decode_steps)
+        module, _, name = policy.generator.rpartition(".")
+        found: Generation = getattr(import_module(module), name)(model, requests[0], policy)
+        return found
     if cuda_graph:
         check_graph(policy, model.device)
         can_replay(model.config, required=True)

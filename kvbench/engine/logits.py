@@ -12,8 +12,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvbench.cache.pressed import PressedCache
-
 NOT_A_NUMBER = (
     "the model's logits are not numbers (NaN, infinite, or all of them -inf): its weights, or its arithmetic in this "
     "dtype, overflow"
@@ -40,11 +38,8 @@ def next_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: C
 def all_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: Cache, keep: int = 0) -> Tensor:
     """The logits [B,M,V] after each of the new tokens ids [B,M] at positions [B,M]. keep: only the last ones."""
     positions = positions.to(ids.device)
-    more = (
-        {"cache_position": positions[0]} if isinstance(cache, PressedCache) else {}
-    )  # kvpress detects a prefill by it
     logits: Tensor = model(
-        input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep, **more
+        input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep
     ).logits
     return logits
 

@@ -117,7 +117,7 @@ def _kept_share(run: Run, length: int, tokens: int) -> float:
     layers = len(layout_of(config).attention)
     kept = total_slots(policy, layers, length) / layers
     grown = tokens - length
-    if policy.evicts and policy.schedule.decode == "evict":
+    if policy.evicts and policy.schedule.returns_to_budget:
         grown = min(grown, policy.schedule.spare)
     return copies * min(1.0, (kept + grown) / tokens)
 

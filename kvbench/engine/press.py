@@ -1,6 +1,6 @@
 """Generation with a press of kvpress, which compresses transformers' own cache; its tokens and bytes are counted here.
 
-Shapes: T prompt tokens, M tokens of a call, L layers, H_kv KV heads, V vocabulary.
+Shapes: B batch, T prompt tokens, M tokens of a call, L layers, H_kv KV heads, V vocabulary.
 """
 
 import copy
@@ -9,71 +9,134 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache as once
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvbench.cache.audit import BudgetError
 from kvbench.cache.families import layout_of
+from kvbench.cache.footprint import fed
 from kvbench.cache.hook import attention
-from kvbench.cache.pressed import PressedCache
-from kvbench.engine.logits import next_logits, now
+from kvbench.cache.views import stacked
+from kvbench.engine.generate import Generation
+from kvbench.engine.logits import now
 from kvbench.engine.sequence import LiveSequence, Request, advance, choose_next
 from kvbench.errors import UsageError
 from kvbench.policies.latents import check_latents
-from kvbench.policies.press import KVPress, decoding_part, ratio_for
+from kvbench.policies.press import KVPress, decodes, decoding_part, ratio_for
 
 log = logging.getLogger(__name__)
 
 
-def generate_with_press(
-    model: PreTrainedModel, request: Request, policy: KVPress
-) -> tuple[LiveSequence, PressedCache, float]:
-    """Generate as kvpress's pipeline does: the finished sequence, its cache, and the time at the end of prefill.
+class PressedCache(DynamicCache):
+    """A transformers cache with the sizes of a `HeldCache`, counted from its tensors.
+
+    entries: of the footprint, without passes of the press itself. buffer_nbytes: bytes of hidden states or scores that
+    a press holds while decoding. masked: [L][H_kv] held tokens with keys that the press masks; None if it masks none.
+    """
+
+    spare_nbytes = state_nbytes = 0  # no memory is reserved, and models with recurrent layers are refused
+    sequences = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self.entries = 0.0
+        self.peak_nbytes = 0
+        self.buffer_nbytes = 0
+        self.masked: list[list[int]] | None = None
+
+    @property
+    def used_layers(self) -> list[Any]:
+        """The layers with keys and values."""
+        return [layer for layer in self.layers if getattr(layer, "keys", None) is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, and of the press's buffer."""
+        held: int = sum(x.nbytes for layer in self.used_layers for x in (layer.keys, layer.values))
+        return held + self.buffer_nbytes
+
+    held_nbytes = nbytes
+
+    def kept_by_layer(self) -> list[Tensor]:
+        """[B,H_kv] tokens held by each layer, masked tokens included."""
+        return [torch.full(layer.keys.shape[:2], layer.keys.shape[2]) for layer in self.used_layers]
+
+    def kept_tokens(self) -> Tensor:
+        """[L,B,H_kv] tokens held, masked tokens included. ValueError if layers differ in their number of KV heads."""
+        return stacked(self.kept_by_layer())
+
+    def footprint(self, decode_steps: int) -> float:
+        """The entries, counted call by call."""
+        return self.entries
+
+    def feed(self, tokens: int) -> None:
+        """Count the entries that the next call of `tokens` tokens finds."""
+        held = [layer.keys.shape[2] for layer in self.used_layers]
+        self.entries += fmean(fed(h, tokens) for h in held or [0])
+
+    def note_bytes(self) -> None:
+        """Update the peak."""
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+
+def generate(model: PreTrainedModel, request: Request, policy: KVPress) -> Generation:
+    """Generate as kvpress's pipeline does.
 
     The press compresses the whole prompt, or the context before a question. Raises UsageError with the press's message
     if it cannot compress the prompt or the model.
     """
     _check_model(model, policy)
+    began = now(model)
     prompt, sequence, cache = request.prompt, LiveSequence(request, policy), PressedCache()
     with _press_errors(policy):
         press = press_for(policy, prompt.shape[1])
-    decodes = _decodes(press)
+    active = decodes(press)
     with attention(model, policy.attention), _restored(model):
         with _press_errors(policy), _compressing_prompt(press, model), _recording_peak(model, cache, press):
             logits = _append(model, sequence, prompt, cache)
         sequence.position = cache.get_seq_length() if _rerotates(press) else prompt.shape[1]
         cache.note_bytes()
-        if not decodes:
+        if not active:
             _warn_if_masked(policy, cache, prompt.shape[1])
         with _press_errors(policy), ExitStack() as contexts:
-            if decodes:
+            if active:
                 contexts.enter_context(press(model))
                 contexts.enter_context(_recording_peak(model, cache, press))
-            for tokens in _question_calls(request.later, cache, decodes):
+            for tokens in _question_calls(request.later, cache, active):
                 logits = _append(model, sequence, tokens, cache)
             choose_next([sequence], logits)
             prefilled = now(model)
             while not sequence.done:
                 last, place = (torch.tensor([[number]]) for number in (sequence.tokens[-1], sequence.position))
-                cache.feed(1)
-                advance([sequence], next_logits(model, last.to(prompt.device), place, cache))
+                advance([sequence], _call(model, last.to(prompt.device), place, cache))
         cache.note_bytes()
         cache.masked = _masked(model, cache)
     if sequence.error is not None:
         raise sequence.error
     cache.seen = request.input_ids.shape[1] + sequence.decode_steps
     _audit(policy, press, cache, sequence.decode_steps, request.later.shape[1])
-    return sequence, cache, prefilled
+    times = prefilled - began, now(model) - prefilled
+    return Generation([sequence.tokens], cache, *times, sequence.decode_steps, {"masked_tokens": cache.masked})
 
 
 def _append(model: PreTrainedModel, sequence: LiveSequence, tokens: Tensor, cache: PressedCache) -> Tensor:
     """Append given tokens [1,M] to a sequence; the logits [1,V] after them."""
     begin, sequence.position = sequence.position, sequence.position + tokens.shape[1]
-    cache.feed(tokens.shape[1])
-    return next_logits(model, tokens, torch.arange(begin, sequence.position)[None], cache)
+    return _call(model, tokens, torch.arange(begin, sequence.position)[None], cache)
+
+
+def _call(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: PressedCache) -> Tensor:
+    """The logits [1,V] after new tokens ids [1,M] at positions [1,M]; kvpress detects a prefill by `cache_position`."""
+    cache.feed(ids.shape[1])
+    where = positions.to(ids.device)
+    call = {"position_ids": where, "cache_position": where[0], "past_key_values": cache}
+    logits: Tensor = model(input_ids=ids, **call, use_cache=True, logits_to_keep=1).logits
+    return logits[:, -1]
 
 
 def press_for(policy: KVPress, tokens: int) -> Any:  # noqa: ANN401 - a package without types
@@ -160,11 +223,6 @@ def _compressing_prompt(press: Any, model: PreTrainedModel) -> AbstractContextMa
     """The press during the prefill, unless it compresses only decoded tokens."""
     found: AbstractContextManager[object] = nullcontext() if _is(press, "DecodingPress") else press(model)
     return found
-
-
-def _decodes(press: object) -> bool:
-    """Whether a press compresses while tokens are decoded."""
-    return _is(press, "DecodingPress", "PrefillDecodingPress") or bool(getattr(press, "decoding", False))
 
 
 def _question_calls(later: Tensor, cache: PressedCache, decodes: bool) -> Sequence[Tensor]:

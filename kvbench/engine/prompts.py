@@ -16,7 +16,6 @@ from kvbench.models.prompts import PromptMaker
 from kvbench.policies.policy import Policy, layer_budgets, read_plan
 from kvbench.policies.policy_checks import check_next_prompt
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
-from kvbench.policies.press import KVPress
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.tasks.task import PlainTokenizer
@@ -124,7 +123,7 @@ def is_generated(prompt: Prompt) -> bool:
 
 def in_batch(run: Run, prompt: Prompt) -> bool:
     """Whether an example continues from a prompt in a cache of kvbench; otherwise it is computed as a whole."""
-    return not (prompt.pairs or prompt.is_whole_text or isinstance(run.policy, KVPress))
+    return not prompt.pairs and not prompt.is_whole_text and run.policy.generator is None
 
 
 def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
@@ -147,8 +146,11 @@ def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
     layers, lengths = len(layout_of(run.checkpoint.config).attention), {n for prompt in prompts for n in prompt.lengths}
     with refusing(f"budget={run.budget}: "):
         if run.policy.evicts:
-            for length, asked in {(n, 0 if p.question is None else n - p.question) for p in prompts for n in p.lengths}:
-                layer_budgets(run.policy, layers, length, asked)
+            for length, asked, begin in {
+                (n, 0 if p.question is None else n - p.question, begin)
+                for p in prompts for n, begin in p.lengths.items()
+            }:  # fmt: skip
+                layer_budgets(run.policy, layers, length, asked, begin)
         for length in lengths if run.policy.reader is not None else ():
             read_plan(run.policy, length)
     with refusing(f"task {run.task.name}: "):
@@ -156,7 +158,7 @@ def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
             _check_turns(run.policy)
             if any(prompt.own for prompt in prompts) and sampling is not None:
                 raise ValueError("history=own needs greedy decoding, because a turn repeats the answers before it")
-        if isinstance(run.policy, KVPress) and not all(map(is_generated, prompts)):
+        if run.policy.generator is not None and not all(map(is_generated, prompts)):
             raise ValueError(f"{run.policy_name} can only generate, and this task scores given tokens")
         for prompt in (prompt for prompt in prompts if prompt.is_scored):
             policy_for(run.policy, prompt)
@@ -164,8 +166,8 @@ def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
 
 def _check_turns(policy: Policy) -> None:
     """Raise ValueError if a policy cannot compress another prompt after the first one."""
-    if isinstance(policy, KVPress):
-        raise ValueError(f"{policy.name} is a press of kvpress, which compresses a single prompt: use mode=scdq")
+    if policy.generator is not None:
+        raise ValueError(f"{policy.name} compresses a cache of its own, and only one prompt: use mode=scdq")
     if isinstance(policy.pre_pass, PromptChoice):
         raise ValueError(f"{policy.name} rewrites a prompt before it is read, so none can follow it: use mode=scdq")
     if policy.schedule.late:

@@ -39,6 +39,8 @@ def blocks_alike(policy: Policy) -> bool:
 class BlockRecorder(GraphRecorder):
     """Runs the blocks of prompts: calls of the model, and replays of a recorded block."""
 
+    names = "a block of a prompt", "blocks"
+
     def __init__(self, model: PreTrainedModel, strict: bool = True) -> None:
         layout = layout_of(model.config)
         spread = getattr(model, "hf_device_map", None)
@@ -72,7 +74,7 @@ class BlockRecorder(GraphRecorder):
             self._cache = cache
         if last or not self._can_record(cache):
             self.forget()
-            return next_logits(self._model, ids, positions, cache)
+            return self.call(ids, positions, cache)
         if self._graph is None and self._alike:
             self._graph = self._record(ids, cache)
         if self._graph is not None:
@@ -83,7 +85,7 @@ class BlockRecorder(GraphRecorder):
                 for layer in sequence.layers:
                     layer.footprint += fed(layer.count, ids.shape[1])
             return self._logits
-        logits = next_logits(self._model, ids, positions, cache)
+        logits = self.call(ids, positions, cache)
         now = self._shapes(cache), ids.shape
         self._alike = self._alike + 1 if now == self._before and now[0] else 0
         self._before = now
@@ -111,13 +113,13 @@ class BlockRecorder(GraphRecorder):
         return tuple((x.shape, x.dtype) for x in _tensors(cache))
 
     def _record(self, ids: Tensor, cache: KVCache) -> torch.cuda.CUDAGraph | None:
-        """Record a block, which computes nothing; None after a warning if that failed."""
+        """Record a block, which computes nothing; None if that failed."""
         graph, before, held = torch.cuda.CUDAGraph(), _attributes(cache), list(_tensors(cache))
         self._ids, clock = ids.clone(), torch.full((1,), cache.seen, device=ids.device)
         try:
             for sequence in cache.sequences:
                 sequence.clock = clock
-            with self.capture(graph, "a block of a prompt", "blocks"):
+            with self.capture(graph, cache):
                 positions = (clock + torch.arange(ids.shape[1], device=ids.device)).expand_as(ids)
                 self._logits = next_logits(self._model, self._ids, positions, cache)
                 known = {x.untyped_storage().data_ptr() for x in held}
@@ -129,7 +131,7 @@ class BlockRecorder(GraphRecorder):
             for owner, attributes in before:
                 vars(owner).clear()
                 vars(owner).update(attributes)
-        return None if self.failed else graph
+        return graph if self._error is None else None
 
 
 def _tensors(cache: KVCache) -> Iterator[Tensor]:

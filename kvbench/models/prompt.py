@@ -99,9 +99,10 @@ class Prompt:
         return sum(self.turns[:-1])
 
     @property
-    def lengths(self) -> set[int]:
-        """The lengths of all prompts that the policy compresses, in tokens."""
-        return {len(pair.context) for pair in self.pairs} or set(accumulate(self.turns)) or {self.length}
+    def lengths(self) -> dict[int, int]:
+        """The length of each prompt that the policy compresses, in tokens, and where its newest turn begins."""
+        turns = {end: end - turn for end, turn in zip(accumulate(self.turns), self.turns, strict=True)}
+        return dict.fromkeys((len(pair.context) for pair in self.pairs), 0) or turns or {self.length: 0}
 
     @property
     def length(self) -> int:

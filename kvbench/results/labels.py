@@ -18,6 +18,8 @@ from kvbench.terminal.escapes import visible
 NAMED = ("model", "policy", "task")
 _LABELS = {"policy": "policy", "task": "task", "model": "model", "generation": "model"}
 """The label that contains a field of the identity; other fields follow the policy's label."""
+POLICY = "kvbench.policies.policy.Policy"
+"""The class of policies that kvbench computes."""
 _SCHEDULE = ("policy.schedule", "policy.schedule.size", "policy.schedule.decode", "policy.schedule.every")
 _SILENT = (*_SCHEDULE, "budget", "code", "task.name")  # have a separate column, or are the name
 _LONGEST = 40  # characters of a value; of a longer value, the end is shown, where paths differ
@@ -78,8 +80,9 @@ def evicts(identity: Mapping[str, Any]) -> bool:
 def keeps_all(identity: Mapping[str, Any]) -> bool:
     """Whether the run is one of the full cache, whatever its name: nothing is evicted or quantized."""
     policy = identity["policy"]
-    others = any(policy.get(part) is not None for part in ("pre_pass", "reader", "press"))
-    return policy.get("scorer", "") is None and not others and policy["store"]["class"].split(".")[-1] == "Dense"
+    others = any(policy.get(part) is not None for part in ("pre_pass", "reader"))
+    own = policy.get("class", POLICY) == POLICY and policy.get("scorer", "") is None
+    return own and not others and policy["store"]["class"].split(".")[-1] == "Dense"
 
 
 def compressed(identity: Mapping[str, Any]) -> str:
@@ -90,8 +93,8 @@ def compressed(identity: Mapping[str, Any]) -> str:
 def schedule(identity: Mapping[str, Any]) -> str:
     """When a policy evicts from the prompt: "prompt", "one block", "blocks of 128"."""
     size = identity["policy"]["schedule"].get("size")
-    if (press := _decoding_press(identity)) is not None:
-        return press
+    if own := identity["policy"].get("moments"):
+        return str(own[0])
     return "prompt" if size is None else "one block" if size == inf else f"blocks of {size:g}"
 
 
@@ -111,19 +114,10 @@ def moments(identity: Mapping[str, Any]) -> tuple[str | None, str | None]:
     part = identity["policy"].get("schedule")
     if part is None or not evicts(identity):
         return None, None
-    if _decoding_press(identity) is not None:
-        return schedule(identity), "press"
+    if own := identity["policy"].get("moments"):
+        return str(own[0]), str(own[1])
     every = part.get("every", 1)
     return schedule(identity), str(part["decode"]) if every == 1 else f"{part['decode']} every {every}"
-
-
-def _decoding_press(identity: Mapping[str, Any]) -> str | None:
-    """For a press that compresses while decoding, when it compresses the prompt: "prompt", or then ("decoding")."""
-    press = identity["policy"].get("press") or {}
-    kind = str(press.get("class", "")).rpartition(".")[2]
-    if kind.endswith("DecodingPress"):
-        return "prompt" if kind.startswith("Prefill") else "decoding"
-    return "prompt" if press.get("decoding") is True else None
 
 
 def usual(seen: Sequence[tuple[str, str]]) -> tuple[str, str]:

@@ -101,7 +101,7 @@ def mean_kept(sample: Sample) -> float | None:
 
 
 def mean_unmasked(sample: Sample) -> float | None:
-    """Tokens held at the end whose keys are not masked, mean over layers and KV heads, if a press masks any."""
+    """Tokens held at the end whose keys are not masked, mean over layers and KV heads, if any are masked."""
     kept, masked = _per_head(sample.kept_tokens), _per_head(sample.masked_tokens)
     return None if kept is None or masked is None else kept - masked
 
@@ -223,7 +223,7 @@ class Numbers(EvidenceNumbers, DivergenceNumbers):
     )
     read_bytes: float | None = number("sparse attention: keys, values, positions, summaries it read; mean per example")
     unmasked_tokens: float | None = number(
-        "presses of kvpress that mask keys: tokens that would be held if masked tokens were freed; they are not",
+        "policies that mask keys: tokens that would be held if masked tokens were freed; they are not",
         _mean_of(mean_unmasked),
     )
     pre_pass_tokens: float | None = number("tokens of extra forward passes (pre-passes); mean per example")

@@ -112,7 +112,7 @@ class Sample:
     pre_pass_steps*: number of these passes, one after the other.
     read_tokens*: [L][H_kv] tokens that the last decoded token attended to, with sparse attention. read_bytes*: their
     keys, values and positions, and the summaries that were read, over all layers.
-    masked_tokens*: [L][H_kv] tokens held whose keys a press of kvpress masks, so that they take memory but no part in
+    masked_tokens*: [L][H_kv] tokens held whose keys the policy masks, so that they take memory but no part in
     attention.
     sample*: number of the answer among several answers to one prompt, from 0; `index` then counts answers.
     shared_prefill*, rows_in_flight*: number of sequences that shared the prefill, and the most that were decoded as one

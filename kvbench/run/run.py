@@ -206,9 +206,10 @@ def check_context(policy: Policy) -> None:
 
 def _check_spans(policy: Policy, task: Task) -> None:
     """Raise ConfigError if a policy keeps parts of prompts and the task names none."""
-    if policy.schedule.protect == "span" and not task.protects:
+    protection = policy.schedule.protection
+    if protection is not None and "spans" in protection.reads and not task.protects:
         why = f"keeps parts of a prompt, and task {task.name} names none: use task=instructions or protect=none"
-        raise ConfigError("protect", "span", why=why)
+        raise ConfigError("protect", policy.schedule.protect, why=why)
     if isinstance(policy.selection, Fair) and not task.protects:
         raise ConfigError("policy.selection", "Fair", why=NEEDS_PARTS)
 
@@ -284,10 +285,7 @@ def _model_spec(config: RunConfig) -> ModelSpec:
         fields |= {"bundled": None, "dtype": "auto"}
     name = fields.get("name") or _model_name(config, path, fields.get("hub_id"))
     if "attn_implementation" in fields:
-        why = (
-            "is not allowed: kvbench computes the attention of every decoder layer, also for policy=full; a press of "
-            "kvpress has policy.attention"
-        )
+        why = "is not allowed: kvbench computes the attention of every decoder layer, also for policy=full"
         raise ConfigError("model.attn_implementation", fields["attn_implementation"], why=why)
     with refusing_in("model", fields):
         spec: ModelSpec = build({**fields, "_target_": f"{ModelSpec.__module__}.ModelSpec", "name": name})

@@ -17,6 +17,7 @@ from kvbench.errors import ConfigError, UsageError, as_python, choice, number, w
 from kvbench.models.loading import GivenModel
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
+from kvbench.results.labels import POLICY
 from kvbench.tasks.task import Task
 
 Tree = Mapping[str, Any]
@@ -148,8 +149,8 @@ def plain(config: DictConfig) -> Config:
 def schedule_fields(config: Mapping[str, Any]) -> list[object]:
     """The fields of `SCHEDULE`, in its order; all None for a policy that evicts nothing: its results are the same."""
     policy = config["policy"]
-    parts = {"scorer": "unknown", "pre_pass": None, "press": None}  # the values of missing ones
-    evicts = not isinstance(policy, Mapping) or any(policy.get(k, other) is not None for k, other in parts.items())
+    evicts = not isinstance(policy, Mapping) or policy.get("_target_", POLICY) != POLICY
+    evicts = evicts or policy.get("scorer", "unknown") is not None or policy.get("pre_pass") is not None
     return [config[name] if evicts else None for name in SCHEDULE]
 
 

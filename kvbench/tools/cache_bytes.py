@@ -23,7 +23,6 @@ from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.latents import check_latents
 from kvbench.policies.policy import Policy, layer_budgets
 from kvbench.policies.policy_checks import check_layers
-from kvbench.policies.press import KVPress
 from kvbench.policies.stores.store import LayerStore
 from kvbench.report.text_table import Table, table_of, text
 from kvbench.terminal.command import pairs, terminal_width
@@ -170,7 +169,7 @@ def print_sizes(arguments: Sequence[str], config_dir: Path | None = None) -> Non
         folder: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
         policies = [make_policy(slug, budget, **folder, **fields_given) for slug in slugs]
         for policy in policies:
-            if isinstance(policy, KVPress):
+            if policy.generator is not None:
                 raise ValueError(f"the bytes of {policy.name} cannot be predicted: run it")
             check_layers(shape.layers, policy.store, policy.pre_pass)
             policy.allocator.check_heads([shape.layer(index)[0] for index in range(shape.layers)])

@@ -24,6 +24,7 @@ from kvbench.config.documentation import (
     documentation,
     families,
     first_sentence,
+    methods_of_others,
     needed_files,
     part_name,
     required,
@@ -124,7 +125,7 @@ def _policy(console: Console, name: str, folders: Sequence[Path]) -> None:
     file = find("policy", name, folders)
     command = f"kvbench policy={name}{' budget=256' * budgeted(config)}{required(config)}"
     _title(console, name, about(file) if file else "A composed name.", command)
-    for part, question in {**DECISIONS, "press": "Press of kvpress"}.items():
+    for part, question in {**DECISIONS, **{name: name.title() for name in methods_of_others(config)}}.items():
         if isinstance(config.get(part), dict) and part_name(config, part) not in ("Uniform", "Drop", "Dense"):
             _part(console, question, f"policy.{part}", config[part])
     if config.get("schedule") and selects(config):

@@ -25,7 +25,6 @@ from kvbench.errors import UsageError, counted
 from kvbench.models.prompt import Prompt
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.policy import read_plan
-from kvbench.policies.press import KVPress
 from kvbench.results.files import read_json, read_yaml
 from kvbench.results.loading import read_result
 from kvbench.results.metrics import FILE_NAME as METRICS
@@ -143,7 +142,7 @@ def _tokens_refused(run: Run, prompt: Prompt, sample: Sample) -> str | None:
         return f"it has {new} new tokens in {steps} steps, but {prompt.most_new_tokens} were allowed"
     if sample.finish_reason == "length" and new < prompt.most_new_tokens:
         return f"its finish_reason is length, but it has {new} of {prompt.most_new_tokens} new tokens"
-    least = 0.0 if policy.evicts or isinstance(policy, KVPress) else 1.0 - ROUNDING
+    least = 0.0 if policy.evicts or policy.generator is not None else 1.0 - ROUNDING
     most = 1.0 + ROUNDING if sample.pre_pass_tokens is None else float("inf")
     if sample.kv_footprint is not None and not least <= sample.kv_footprint <= most:
         return f"its kv_footprint is {sample.kv_footprint}, but {policy.name} has one from {least:g} to {most:g}"
@@ -154,7 +153,7 @@ def _tokens_refused(run: Run, prompt: Prompt, sample: Sample) -> str | None:
         read = [max(heads) for layer, heads in enumerate(sample.read_tokens or []) if not reader.reads_all(layer)]
         if max(read, default=0) > read_plan(policy, prompt.length).tokens:
             return f"its last token read {max(read)} tokens per KV head, more than its budget"
-    return _budget_refused(run, prompt, kept, seen) if policy.evicts and not isinstance(policy, KVPress) else None
+    return _budget_refused(run, prompt, kept, seen) if policy.evicts else None
 
 
 def _budget_refused(run: Run, prompt: Prompt, kept: list[list[int]], seen: int) -> str | None:
@@ -179,7 +178,7 @@ def _bytes_refused(run: Run, sample: Sample) -> str | None:
     if sample.full_cache_bytes != full or sample.full_position_bytes not in (0, positions):
         return f"its full cache has {sample.full_cache_bytes} bytes, but {seen} tokens take {full}"
     width = run.checkpoint.dtype.itemsize if run.policy.store.exact else 0
-    position = 0 if isinstance(run.policy, KVPress) else POSITION
+    position = 0 if run.policy.generator is not None else POSITION
     layers = zip(sample.kept_tokens or [], _heads_and_numbers(run), strict=True)
     least = sum(sum(heads) * (width * numbers + position) for heads, (_, numbers) in layers)
     if (used := sample.cache_bytes or 0) < least or (sample.peak_bytes or 0) < used:

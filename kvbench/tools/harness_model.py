@@ -16,12 +16,10 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
-from kvbench.cache.cache import KVCache
-from kvbench.cache.pressed import PressedCache
 from kvbench.config.compose import find, read
 from kvbench.config.presets import make_policy
 from kvbench.engine.answers import evicted
-from kvbench.engine.generate import generate_tokens
+from kvbench.engine.generate import HeldCache, generate_tokens
 from kvbench.engine.teacher_forcing import score_pair
 from kvbench.errors import UsageError, refusing
 from kvbench.models.answers import Ending, end_tokens
@@ -159,7 +157,7 @@ class KVBenchLM(HFLM):
         policy = {"policy": describe(self.policy), "budget": self.policy.budget}
         return {"model_record": self._record, **policy, "requests": len(found), **means}
 
-    def _measure(self, cache: KVCache | PressedCache, tokens: int, rows: int = 1) -> None:
+    def _measure(self, cache: HeldCache, tokens: int, rows: int = 1) -> None:
         kept = float(torch.cat(cache.kept_by_layer(), dim=1).float().mean())
         counts = {"requests_with_eviction": float(evicted(cache, tokens)), "kept_tokens": kept}
         sizes = {"cache_bytes": cache.held_nbytes / rows, "peak_bytes": cache.peak_nbytes / rows}

@@ -135,12 +135,12 @@ def with_threshold(name: str, own: Allocator, scorer: Scorer, schedule: Schedule
             f"{name} evicts below a threshold, but its {type(part).__name__} gives a token another score when other "
             "tokens come or go: use scores that never change, such as knorm, qfilters or kvzap"
         )
-    if schedule.decode == "evict":
+    if schedule.returns_to_budget:
         raise ConfigError("decode", "evict", why="needs a budget, which a threshold replaces: use threshold or grow")
     if schedule.decode == "threshold" and scorer.needs.whole_prompt:
         raise ConfigError("decode", "threshold", why=f"needs scores of decoded tokens, which {name} has not: use grow")
     if own.matched != "none":
-        if schedule.decode != "grow":
+        if schedule.decoding_evicts:
             raise ConfigError("decode", schedule.decode, why=f"cannot be combined with matched={own.matched}: use grow")
         base = with_threshold(name, replace(own, matched="none"), scorer, schedule, other)
         assert isinstance(base, Threshold)

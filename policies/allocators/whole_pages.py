@@ -90,7 +90,7 @@ def paged_allocator(name: str, pages: Pages, own: Allocator, schedule: Schedule,
             f"{name} keeps a set of tokens {kind}, and its allocator {type(own).__name__} gives them different "
             "budgets: use the uniform allocator, or selection.unit=token with selection.heads=own"
         )
-    evicts = schedule.decode == "evict"
+    evicts = schedule.returns_to_budget
     if pages.unit == "page" and evicts and schedule.every % pages.length:
         raise ConfigError("every", schedule.every, f"a multiple of {pages.length}, because pages leave whole")
     if pages.heads == "model" and evicts and schedule.every == 1:

@@ -4,6 +4,7 @@ Steps are recorded as CUDA graphs where there is a GPU, and by `op_tape` elsewhe
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ from kv_models import tiny
 from kv_presets import kinds
 from kv_runs import finish, kept_now
 from op_tape import Tape, record
+from torch import Tensor
 
 from kvbench import make_policy
 from kvbench.cache.attend.triton import TritonBackend
@@ -23,7 +25,9 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.models.replay import can_replay, check_graph
+from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
+from kvbench.policies.scorers.h2o import H2O
 from kvbench.policies.stores.slots import GROWTH
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -243,6 +247,44 @@ def test_a_step_that_cannot_be_recorded_is_called(
     finish(flight)
     assert isinstance(row.error, ValueError)
     assert str(row.error).endswith(": use engine.cuda_graph=false")
+
+
+@dataclass(frozen=True)
+class Breaks(H2O):
+    """An own scorer, which raises an error, or reads a number, in its second decoding step: the recorded one."""
+
+    reads: bool = False
+    calls: list[int] = field(default_factory=list, hash=False, compare=False)
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        self.calls.append(observation.phase == "decode")
+        if sum(self.calls) > 1:
+            if not self.reads:
+                raise ZeroDivisionError("of the scorer")
+            observation.keys.sum().item()
+        return super().score(observation, state)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_error_of_a_scorer_in_a_recorded_step_is_the_error_of_its_sequence(strict: bool, counts: Counts) -> None:
+    flight = DecodeBatch(llama(), cuda_graph=True, strict=strict)
+    own = [Policy(scorer=Breaks(), budget=budget) for budget in (BUDGET, BUDGET + 15)]
+    *broken, other = flight.admit(request(LENGTH, 12), [*own, policy_of("tova")])
+    finish(flight)
+    assert [repr(one.error) for one in broken] == ["ZeroDivisionError('of the scorer')"] * 2
+    assert other.error is None
+    assert len(other.tokens) == 12
+
+
+def test_a_scorer_that_waits_for_the_device_is_called_in_steps_that_are_not_recorded(
+    counts: Counts, caplog: pytest.LogCaptureFixture
+) -> None:
+    flight = DecodeBatch(llama(), cuda_graph=True, strict=False)
+    rows = flight.admit(request(LENGTH, 12), [Policy(scorer=Breaks(reads=True), budget=BUDGET)])
+    finish(flight)
+    assert [(one.error, len(one.tokens)) for one in rows] == [(None, 12)]
+    (warning,) = (one.message for one in caplog.records if "cannot be recorded" in one.message)
+    assert "not permitted when stream is capturing" in warning
 
 
 @pytest.mark.parametrize(

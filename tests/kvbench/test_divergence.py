@@ -143,7 +143,7 @@ def test_a_resumed_run_has_the_numbers_of_a_batch(tiny_model: Path, tmp_path: Pa
         ({"generation.temperature": 0.7, **SMALL}, "greedy answer of the full cache"),
         (
             {**SMALL, "policies": "kvpress", "policy.press": {"_target_": "kvpress.KnormPress"}},
-            "press of kvpress",
+            "feeds every policy the same answer, and kvpress has a cache of its own",
         ),
     ],
 )

@@ -22,6 +22,7 @@ from kvbench.cache.hook import prepare
 from kvbench.cli import main
 from kvbench.engine.generate import generate_tokens
 from kvbench.errors import ConfigError, UsageError
+from kvbench.policies.pre_passes.gemfilter import GemFilter
 from kvbench.policies.press import KVPress
 from kvbench.policies.schedule import Prompt
 from kvbench.report.table import results_table
@@ -204,10 +205,12 @@ def test_the_model_is_ours_again_afterwards(model: PreTrainedModel) -> None:
 
 
 def test_unsupported_uses_of_a_press_are_refused_with_one_message(model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="kvpress compresses transformers' own cache, not ours, so it can only"):
+    with pytest.raises(ValueError, match="kvpress compresses a cache of its own, not a KVCache, so it can only"):
         KVCache(model.config, policy("KnormPress", 20))
     with pytest.raises(ConfigError, match="a press compresses the whole prompt once, then the cache grows"):
         make_policy("kvpress", 20, press="KnormPress", schedule="blocks")
+    with pytest.raises(ValueError, match="cannot be combined with a scorer, value, reader, pre-pass or store"):
+        KVPress(press="KnormPress", schedule=Prompt(decode="grow"), pre_pass=GemFilter(layer=1))
     with pytest.raises(ConfigError, match=r"press=KnormPres is not in kvpress .* did you mean KnormPress"):
         make_policy("kvpress", 20, press="KnormPres")
     with pytest.raises(ConfigError, match="press=null must name a press of kvpress, such as policy=kvpress/"):

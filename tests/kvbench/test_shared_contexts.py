@@ -152,7 +152,7 @@ def test_a_policy_that_takes_no_next_prompt_is_refused_in_one_sentence(run: Run)
     for policy, said in {
         "gemfilter policy.pre_pass.layer=1": "rewrites a prompt before it is read, so none can follow it",
         "snapkv_kivi_g8_r8": "stores a prompt in a compressed form from which no token can be evicted",
-        "kvpress/KnormPress": "is a press of kvpress, which compresses a single prompt: use mode=scdq",
+        "kvpress/KnormPress": "compresses a cache of its own, and only one prompt: use mode=scdq",
         "d2o_released": "and in a conversation the next prompt follows",
     }.items():
         name, *fields = policy.split()

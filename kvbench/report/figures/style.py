@@ -23,8 +23,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation, Transform
 
+from kvbench.config.documentation import DECISIONS
 from kvbench.config.presets import policy_config
 from kvbench.results.files import atomic_write
+from kvbench.results.labels import POLICY
 
 HUES = (
     *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#99005C", "#7A00FF", "#0000C2", "#3D4700"),
@@ -126,16 +128,18 @@ def palette(families: Mapping[str, str]) -> dict[str, Look]:
 
 
 def family(policy: Mapping[str, Any]) -> str:
-    """The family of a policy: the class of its scorer, reader, press, pre-pass or store, or `full`.
+    """The family of a policy: the class of its scorer, reader, a part of another package, pre-pass or store, or `full`.
 
     policy: its parts, each with "class" (in results) or "_target_" (in presets).
     """
-    for part in ("scorer", "reader", "press", "pre_pass", "store"):
+    others = [name for name in policy if name not in (*DECISIONS, "schedule") and isinstance(policy[name], Mapping)]
+    for part in ("scorer", "reader", *others, "pre_pass", "store"):
         described = policy.get(part) or {}
         name = str(described.get("class", described.get("_target_", ""))).rpartition(".")[2].lower()
         if name and not (part == "store" and name == "dense"):
             return name
-    return "kvpress" if "press" in policy else BASELINE
+    own = str(policy.get("class", policy.get("_target_", POLICY)))
+    return BASELINE if own == POLICY else own.rpartition(".")[2].lower()
 
 
 def looks_of(slugs: Sequence[str]) -> dict[str, Look]:

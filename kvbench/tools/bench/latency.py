@@ -10,7 +10,6 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from kvbench.policies.press import KVPress
 from kvbench.tools.bench.measure import Contender, Sample, contenders, measure, out_of_memory, random_prompt
 from kvbench.tools.bench.settings import Settings
 
@@ -28,14 +27,14 @@ def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, 
     """The rows of each prompt length and batch size, the smallest first.
 
     A contender that runs out of memory has a row with the error `out of memory`, and is skipped at larger batches of
-    the same length. kvpress compresses one sequence at a time, so it is measured with batch size 1 only.
+    the same length. Policies with a cache of their own have one sequence, so they are measured with batch size 1 only.
     """
     everyone, _ = contenders(settings)
     for length in sorted(settings.lengths):
         fitting = list(everyone)
         for batch in sorted(settings.batches):
             ids = random_prompt(model, batch, length)
-            measured = [one for one in fitting if batch == 1 or not isinstance(one.policy, KVPress)]
+            measured = [one for one in fitting if batch == 1 or one.policy is None or one.policy.generator is None]
             samples = _rounds(model, measured, ids, settings)
             yield [_row(contender, samples.get(contender), ids, settings) for contender in measured]
             fitting = [contender for contender in measured if contender in samples]

@@ -24,7 +24,6 @@ from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
-from kvbench.policies.press import KVPress
 from kvbench.policies.schedule import Prompt
 from kvbench.report.figures.style import HEAT
 from kvbench.tools.diagnostics.probe import Probe
@@ -38,7 +37,7 @@ AT_ONCE = 32
 def check(policy: Policy, name: str, heads: bool = False) -> None:
     """Raise ValueError for a policy whose layers cannot be exchanged."""
     why = None
-    if isinstance(policy, KVPress) or isinstance(policy.pre_pass, PromptChoice) or policy.reader is not None:
+    if policy.generator or isinstance(policy.pre_pass, PromptChoice) or policy.reader is not None:
         why = "does not hold its tokens layer by layer at their positions, so no layer can be exchanged: choose another"
     elif not policy.evicts and policy.pre_pass is None and policy.store.exact:
         why = "keeps every token exactly, so its KL is 0: choose another policy"
