@@ -15,6 +15,7 @@ from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, show
 from kvbench.report.text_table import Table, table_of
 from kvbench.results.loading import load_results
+from kvbench.results.statistics import between
 from kvbench.terminal.command import PATH, Command, leave, log_to_stderr, pairs, program
 from kvbench.terminal.outputs import check_output
 
@@ -52,7 +53,7 @@ def as_table(verdicts: Sequence[Verdict]) -> Table:
         for found in one.comparisons:
             d = found.difference
             need = f", needs {found.gain:+g}" if found.gain else ""
-            rows.append([*first, f"{found.where}{need}", f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", str(d.n)])
+            rows.append([*first, f"{found.where}{need}", f"{d.mean:+.3f}", between(d.low, d.high, "+.3f"), str(d.n)])
         if not one.comparisons:
             rows.append([*first, "", "", "", ""])
     columns = ["name", "claim", "verdict", "comparison", "difference", "95% interval", "n"]

@@ -26,6 +26,7 @@ from kvbench.policies.policy_checks import (
     check_question_fits,
     check_reader,
     check_schedule,
+    check_share,
     check_single,
     check_statistics,
     check_value,
@@ -114,6 +115,8 @@ class Policy:
             object.__setattr__(self, "budget", None)
         else:
             check_budget(self.budget, self.name)
+        if self.schedule.decode == "share":
+            check_share(self.name, self.budget, self.selection)
         if isinstance(self.budget, int) and self.reader is None:
             check_protected(self.name, self.scorer, self.allocator, self.budget)
             if isinstance(self.selection, Pages):

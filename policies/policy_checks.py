@@ -88,6 +88,14 @@ def check_draft(name: str, pre_pass: Lookahead, budget: int) -> None:
         )
 
 
+def check_share(name: str, budget: object, selection: Selection | None) -> None:
+    """Raise ValueError if decoding cannot return to a share of all tokens: no share, or units of several tokens."""
+    if not isinstance(budget, float):
+        raise ConfigError("decode", "share", why=f"needs a share as budget, such as budget=0.5, got budget={budget}")
+    if isinstance(selection, Pages):
+        raise ValueError(f"{name} keeps whole pages, which decode=share would cut: use decode=evict or decode=grow")
+
+
 def check_schedule(
     name: str, schedule: Schedule, scorer: Scorer, allocator: Allocator, pre_pass: PrePass | None
 ) -> None:

@@ -252,8 +252,8 @@ def scheduled(
         raise ConfigError("schedule", schedule, "prompt or blocks")
     if schedule == "prompt" and block is not None:
         raise ConfigError("block", block, why="has no meaning with schedule=prompt")
-    if decode not in (None, "evict", "grow", "threshold"):
-        raise ConfigError("decode", decode, "evict, grow or threshold")
+    if decode not in (None, "evict", "grow", "threshold", "share"):
+        raise ConfigError("decode", decode, "evict, grow, threshold or share")
     wants_blocks = schedule == "blocks" or (schedule is None and block is not None)
     if wants_blocks or schedule == "prompt":
         config["schedule"] = own = _moved(own, BLOCKS if wants_blocks else PROMPT)

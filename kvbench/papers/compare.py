@@ -22,6 +22,7 @@ from kvbench.papers.protocol import SCHEDULE, Cannot, Plan, plan, runs_of
 from kvbench.papers.published import AVERAGE, Number
 from kvbench.report.text_table import Table
 from kvbench.results.result import Result
+from kvbench.results.statistics import between
 from kvbench.terminal.command import pairs
 from kvbench.tools.cache_bytes import MIB, predict
 
@@ -221,7 +222,7 @@ def _ours(line: Line, replaced: bool) -> dict[str, str]:
     if found is None:
         return dict.fromkeys(OURS, HOLE)
     digits = max(2, len(number.printed.partition(".")[2]))
-    interval = HOLE if found.low is None else f"{found.low:.{digits}f} to {found.high:.{digits}f}"
+    interval = HOLE if found.low is None else between(found.low, found.high, f".{digits}f")
     difference = HOLE if replaced else f"{found.value - number.value:+.{digits}f}"
     held = f"{found.kept:.1f}", f"{found.nbytes / MIB:.3f}"
     return dict(zip(OURS, (f"{found.value:.{digits}f}", interval, difference, str(found.n), *held), strict=True))
