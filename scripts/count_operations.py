@@ -2,8 +2,8 @@
 
 python scripts/count_operations.py [-o FILE.csv]. A GPU launches about one kernel for each; views are not counted. The
 model has the layers and heads of Llama-3.1-8B, tiny ones, so that it runs on a CPU in minutes: the number of operations
-does not depend on their size. As many layers evict together as on a GPU. A CPU sums attention in more pieces than a
-GPU's kernels do.
+does not depend on their size. As on a GPU, layers evict together, attention is summed in one piece (by about ten
+operations, where a GPU's kernel is one), and slots are taken by `gather`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,23 @@ from kvbench import make_policy
 from kvbench.cache.attend import TorchBackend, TritonBackend
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
+from kvbench.kernels import references
 from kvbench.policies.policy import Policy
+from kvbench.policies.stores import slots
 from kvbench.results.session import git_revision
 
 LENGTH, BUDGET, BLOCK, LAYERS, PROMPTS = 768, 128, 64, 32, 8
 WHOLE = ["full", "streamingllm", "snapkv", "h2o", "cake", "d2o"]
 BLOCKS = ["streamingllm", "snapkv", "tova", "h2o", "caote_snapkv"]
 SWEEP = ["streamingllm", "snapkv", "tova", "h2o", "caote_snapkv", "cake"]
+
+
+ON_A_GPU = (  # what this device does otherwise
+    (TorchBackend, "workspace", TritonBackend.workspace),
+    (references, "LOGITS_AT_ONCE", references.LOGITS_AT_ONCE_GPU),
+    (references, "QUERIES_AT_ONCE", references.LOGITS_AT_ONCE_GPU),
+    (slots, "MANY", 2**62),
+)
 
 
 class Operations(TorchDispatchMode):
@@ -115,7 +125,8 @@ def rows(model: PreTrainedModel) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Print the table, and write it if asked."""
-    TorchBackend.workspace = TritonBackend.workspace
+    for where, name, value in ON_A_GPU:
+        setattr(where, name, value)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", help="a CSV file")
     given = parser.parse_args()

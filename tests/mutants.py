@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant("kvec: least focused heads", "order = focus.argsort(dim=-1, stable=True)[:, : self.delta]", "order = focus.argsort(dim=-1, stable=True, descending=True)[:, : self.delta]"),
     Mutant("compactor: refused in blocks", "statistics=NonCausal.needs.statistics,\n            whole_prompt=True,", "statistics=NonCausal.needs.statistics,\n            whole_prompt=False,"),
     Mutant("pre-pass: rating of a call's first token", "new = observation.occupied & (entered >= 0)", "new = observation.occupied & (entered > 0)"),
-    Mutant("cake: entropy temperature", "entropy ** (1 / self.tau1)", "entropy ** (1 * self.tau1)"),
+    Mutant("cake: entropy temperature", "entropy ** (1 / tau1)", "entropy ** (1 * tau1)"),
     Mutant("cake: window outside the shares", "slots, room = total - floor * layers, cap - floor", "slots, room = total - floor * layers, cap"),
     Mutant("webster: quotients",
            "heapreplace(queue, (1.0 if full else -weights[layer] / (2 * budgets[layer] + 1), layer))",

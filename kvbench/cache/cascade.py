@@ -7,7 +7,7 @@ tensor. Then every layer is put back in order of position.
 Shapes: B = 1 sequence, H_kv KV heads, T slots, n slots of a share.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.cache.attend import backend_of
 from kvbench.cache.layer import Layer
 from kvbench.cache.sequence import Sequence
-from kvbench.policies.ranking import Ranking, preference
+from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import take
@@ -60,44 +61,70 @@ def can_cut(sequence: Sequence) -> bool:
     )
 
 
-def cut_to_shares(sequence: Sequence, layers: List[Layer], last: bool) -> None:
-    """Evict from ranked layers down to their shares. last: every layer is measured, so that the shares are final."""
-    shares = {layer: sequence.budgets.shares[layer.index] for layer in layers}
+def cut_to_shares(sequences: List[Sequence], measured: int) -> None:
+    """Evict from the first `measured` layers of sequences of one prompt, which are ranked, down to their shares."""
+    ranked = [(one, layer) for one in sequences for layer in one.layers[:measured]]
+    shares = {layer: one.budgets.shares[layer.index] for one, layer in ranked}
     larger = [layer for layer, share in shares.items() if layer.count > share]
-    for layer in larger:
-        _order(layer, shares[layer])
+    _order({layer: shares[layer] for layer in larger})
     for some in _alike(larger):
         _cut(some, [shares[layer] for layer in some])
-    ordered = [layer for layer in layers if last and layer.ranking is not None and layer.ranking.ordered]
-    for some in _alike(ordered):
-        _by_position(some, sequence.policy.schedule.spare)
-    for layer in layers if last else larger:
-        sequence.note_bytes(layer.index)
+    final = {layer for one, layer in ranked if measured == len(one.layers)}
+    for some in _alike([layer for layer in final if layer.ranking is not None and layer.ranking.ordered]):
+        _by_position(some, some[0].policy.schedule.spare)
+    changed = final.union(larger)
+    for one, layer in ranked:
+        if layer in changed:
+            one.note_bytes(layer.index)
 
 
 def _alike(layers: List[Layer]) -> Iterable[list[Layer]]:
-    """Layers whose tensors can be concatenated along their slots."""
-    alike: dict[object, list[Layer]] = {}
+    """Layers whose tensors can be concatenated along their slots, as many as fit the workspace of the backend."""
+    alike: dict[object, list[list[Layer]]] = {}
     for layer in layers:
-        shapes = tuple((name, x.shape[1], x.shape[3:], x.device) for name, x in _contents(layer).items())
-        alike.setdefault(shapes, []).append(layer)
-    return alike.values()
+        contents = _contents(layer)
+        most = backend_of(contents["keys"]).workspace
+        shapes = tuple((name, x.shape[1], x.shape[3:], x.device) for name, x in contents.items())
+        parts = alike.setdefault((layer.policy.schedule.spare, shapes), [[]])
+        if sum(one.nbytes for one in (*parts[-1], layer)) > most:
+            parts.append([])
+        parts[-1].append(layer)
+    return [part for parts in alike.values() for part in parts if part]
 
 
-def _order(layer: Layer, share: int) -> None:
-    """Put a layer's slots in order of preference, unless they are; only those of its share."""
-    ranking, scorer, store = layer.ranking, layer.policy.scorer, _store(layer)
-    assert ranking is not None
-    assert scorer is not None
-    if ranking.ordered and scorer.protects(layer.count) == scorer.protects(share):
-        return
-    ranking = ranking.protecting(*protected_counts(scorer, [share]))
-    in_order = ranking.ascending and ranking.packed
-    order = preference(ranking.scores, ranking.tie_break, ranking.positions, ranking.protected, in_order)[..., :share]
-    store.replace({name: take(x, order) for name, x in store.contents().items()}, ascending=False)
-    kept: dict[str, Any] = {name: x.gather(-1, order) for name, x in _tensors(ranking)}
-    layer.ranking = replace(ranking, **kept, positions=store.positions, packed=True, ascending=False, ordered=True)
-    layer.count, layer.compacted = share, True
+def _order(shares: Mapping[Layer, int]) -> None:
+    """Put the slots of layers in order of preference, unless they are; only those of their shares.
+
+    Policies of a prompt that share their scores share the order, and what is taken in this order.
+    """
+    alike: dict[object, list[Layer]] = {}
+    for layer, share in shares.items():
+        ranking, scorer = layer.ranking, layer.policy.scorer
+        assert ranking is not None
+        assert scorer is not None
+        if not ranking.ordered or scorer.protects(layer.count) != scorer.protects(share):
+            scored = ranking.scores, ranking.tie_break, ranking.spared
+            alike.setdefault((layer.index, scorer.protects(share), *map(id, scored)), []).append(layer)
+    for some in alike.values():
+        most = max(some, key=lambda layer: shares[layer])
+        assert most.ranking is not None
+        assert most.policy.scorer is not None
+        ranking = most.ranking.protecting(*protected_counts(most.policy.scorer, [shares[most]]))
+        order = ranking.order[..., : shares[most]]
+        ranked = {name: x.gather(-1, order) for name, x in _tensors(ranking)}
+        taken: dict[int, Tensor] = {}  # by the tensor of a store, which several may share
+        for layer in some:
+            share, store = shares[layer], _store(layer)
+            for name, x in store.memory.items():
+                if id(x) not in taken:
+                    taken[id(x)] = take(store.contents()[name], order)
+            contents = {name: taken[id(x)].narrow(2, 0, share) for name, x in store.memory.items()}
+            store.replace(contents, ascending=False)
+            kept: dict[str, Any] = {name: x.narrow(2, 0, share) for name, x in ranked.items()}
+            layer.ranking = replace(
+                ranking, **kept, positions=store.positions, packed=True, ascending=False, ordered=True
+            )
+            layer.count, layer.compacted = share, True
 
 
 def _cut(layers: List[Layer], shares: List[int]) -> None:

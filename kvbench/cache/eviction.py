@@ -146,9 +146,11 @@ def _prepare(step: Step) -> None:
 
 def workspace(step: Step) -> int:
     """Bytes of the queries, keys, values and attention rows of a step; keys and values also as rows of a batch."""
-    held, asked = step.layer.store, step.queries if step.window is None else step.window[0]
-    rows = 4 * asked.shape[1] * asked.shape[2] * held.positions.shape[2]
-    return step.queries.nbytes + 2 * (held.keys.nbytes + held.values.nbytes) + rows
+    held, rows = step.layer.store, step.queries.shape[2] if step.window is None else step.window[0].shape[2]
+    if step.window is None and rows > FEW_QUERIES:
+        rows = 0  # in no score, see `joined`
+    attention = 4 * step.queries.shape[1] * rows * held.positions.shape[2]
+    return step.queries.nbytes + 2 * (held.keys.nbytes + held.values.nbytes) + attention
 
 
 def batches(steps: List[Step]) -> Iterable[list[Step]]:

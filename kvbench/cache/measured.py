@@ -3,6 +3,12 @@
 Shapes: H_kv KV heads, T slots.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from functools import partial
+from itertools import groupby
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -16,6 +22,7 @@ from kvbench.policies.observation import Observation
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 
+Result = TypeVar("Result")
 MEASURING = (StatisticAllocator, JointAllocator, Threshold)
 """Allocators whose budgets depend on what the layers hold."""
 
@@ -62,12 +69,24 @@ class MeasuredBudgets(Extra):
     def begin_layer(self) -> None:
         """Divide the budgets among the layers that were measured since the last call, and evict."""
         due, self._measured = self._measured, []
-        for step, statistic in due:
-            if step.sequence.error is None:
-                try:
-                    _share(step, statistic)
-                except Exception as error:
-                    step.sequence.fail(error)
+        for index, measured in groupby(due, lambda one: one[0].layer.index):
+            steps = list(measured)
+            cut = [step for step, statistic in steps if _attempt([step], partial(_share, step, statistic))]
+            if cut:
+                _attempt(cut, partial(cut_to_shares, [step.sequence for step in cut], index + 1))
+            for step, _ in steps:
+                if index == len(step.sequence.layers) - 1:
+                    _attempt([step], partial(_settle_all, step))
+
+
+def _attempt(steps: List[Step], call: Callable[[], Result]) -> Result | None:
+    """The result of a call for some steps; None if one of their sequences has failed, or all fail by its error."""
+    try:
+        return None if any(step.sequence.error for step in steps) else call()
+    except Exception as error:
+        for step in steps:
+            step.sequence.fail(error)
+        return None
 
 
 def _evict_below(step: Step, allocator: Threshold) -> None:
@@ -91,24 +110,24 @@ def _evict_unequally(step: Step, ranking: Ranking, heads: Tensor, seen: Observat
         step.layer.short = longest - total / heads.numel()
 
 
-def _share(step: Step, statistic: OnItsWay) -> None:
-    """Divide the budget among the layers measured so far: after each layer if the allocator cascades, else once."""
+def _share(step: Step, statistic: OnItsWay) -> bool:
+    """Divide the budget among the layers measured so far: after each layer if the allocator cascades, else once.
+
+    Returns whether they are still to be cut to their shares, together with those of other policies.
+    """
     sequence, allocator = step.sequence, step.policy.allocator
     assert isinstance(allocator, StatisticAllocator)
-    budgets, over_budget = sequence.budgets, not sequence.budgets.leaves_whole
-    if over_budget:
-        budgets.measured(statistic()[0].tolist())
-    last = step.layer.index == len(sequence.layers) - 1
-    if over_budget and (allocator.cascades or last):
-        budgets.share()
-        ranked = sequence.layers[: step.layer.index + 1]
-        if allocator.cascades and can_cut(sequence):
-            cut_to_shares(sequence, ranked, last)
-        else:
-            for layer in ranked:
-                _compact_to_share(step.of_layer(layer))
-    if last:
-        _settle_all(step)
+    if sequence.budgets.leaves_whole:
+        return False
+    sequence.budgets.measured(statistic()[0].tolist())
+    if not allocator.cascades and step.layer.index < len(sequence.layers) - 1:
+        return False
+    sequence.budgets.share()
+    if allocator.cascades and can_cut(sequence):
+        return True
+    for layer in sequence.layers[: step.layer.index + 1]:
+        _compact_to_share(step.of_layer(layer))
+    return False
 
 
 def _compact_to_share(step: Step) -> None:

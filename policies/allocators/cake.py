@@ -5,6 +5,7 @@ Shapes: B batch, H_kv KV heads, G query heads per KV head, W queries of the wind
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import isfinite
 from typing import Literal
 
@@ -108,8 +109,13 @@ class P2A(StatisticAllocator):
 
     def preference(self, statistics: Sequence[Sequence[float]]) -> list[float]:
         """P of each layer from its (H, V), eq. 6."""
-        entropy, spread = torch.tensor(statistics, dtype=torch.float64).clamp(min=0).unbind(-1)
-        return (entropy ** (1 / self.tau1) * spread ** (1 / self.tau2)).tolist()
+        return list(_preference(tuple(map(tuple, statistics)), self.tau1, self.tau2))
+
+
+@lru_cache(maxsize=1)  # all budgets of a prompt have the same statistics
+def _preference(statistics: tuple[tuple[float, ...], ...], tau1: float, tau2: float) -> tuple[float, ...]:
+    entropy, spread = torch.tensor(statistics, dtype=torch.float64).clamp(min=0).unbind(-1)
+    return tuple((entropy ** (1 / tau1) * spread ** (1 / tau2)).tolist())
 
 
 def comparable(preference: Sequence[float]) -> list[float]:

@@ -63,7 +63,7 @@ class Leverage(Scorer):
         whole_number("seed", self.seed, 0, 2**40)
 
     def score(self, observation: Observation, state: State) -> Tensor:
-        return self.among(observation, observation.occupied)
+        return observation.once(self, lambda: self.among(observation, observation.occupied))
 
     def among(self, observation: Observation, counted: Tensor) -> Tensor:
         """The score of the counted slots, bool [B,H_kv,T], as if there were no others: [B,H_kv,T] float32."""

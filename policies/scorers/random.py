@@ -37,7 +37,7 @@ class Random(Scorer):
         return Protected(newest=self.recent)
 
     def score(self, observation: Observation, state: State) -> Tensor:
-        return uniform_draws(self.seed, observation.layer, observation.positions)
+        return observation.once(self, lambda: uniform_draws(self.seed, observation.layer, observation.positions))
 
     def for_example(self, run_seed: int, example: int) -> Self:
         return replace(self, seed=combined_seed(self.seed, run_seed, example))

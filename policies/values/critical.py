@@ -68,7 +68,7 @@ class Critical(ValueAware):
 
 def norms_of_sets(observation: Observation, scores: Tensor, layer_wide: bool) -> Tensor:
     """`projected_norms` of every token set: their mean [B,1,T] if all heads share one set or one latent."""
-    norms = projected_norms(observation)
+    norms = observation.once("projected norms", lambda: projected_norms(observation))
     return norms.mean(1, keepdim=True) if layer_wide or norms.shape[1] > scores.shape[1] else norms
 
 

@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench import make_policy
-from kvbench.cache.attend import TorchBackend, TritonBackend
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -22,8 +21,9 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(autouse=True)
-def _as_many_layers_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(TorchBackend, "workspace", TritonBackend.workspace)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for where, name, value in counts.ON_A_GPU:
+        monkeypatch.setattr(where, name, value)
     monkeypatch.setattr(counts, "LENGTH", 384)  # tokens: two blocks beyond the budget, as more are
     with torch.inference_mode():
         yield
@@ -36,5 +36,8 @@ def test_a_block_at_the_budget_is_the_models_operations_and_a_few_for_all_layers
     assert counts.block(model, policy, 2) / 2 / counts.LAYERS <= 0.6 * alone  # two prompts in one call
 
 
-def test_a_further_budget_of_a_policy_evicts_all_layers_at_once(model: PreTrainedModel) -> None:
-    assert counts.variant(model, ["snapkv"]) / counts.LAYERS <= 6
+@pytest.mark.parametrize(("slug", "most"), [("snapkv", 2), ("streamingllm", 2.5), ("cake", 12)])
+def test_a_further_budget_shares_ranks_and_evicts_layers_together(
+    slug: str, most: float, model: PreTrainedModel
+) -> None:
+    assert counts.variant(model, [slug]) / counts.LAYERS <= most
