@@ -34,6 +34,7 @@ from kvbench.kernels.tiles import (
     in_sight,
     jit,
     logits_of,
+    multipliable,
     next_power_of_two,
     of_head,
     parts_of,
@@ -206,9 +207,7 @@ def _launch(
         found = ", ".join(str(x.dtype) for x in (queries, keys, values))
         raise ValueError(f"decode_attention takes queries, keys and values of one dtype, not float64; got {found}")
     kept, (batch, query_heads, new, dim) = values.dtype, queries.shape
-    if not queries.is_cuda and kept == torch.bfloat16:
-        # Triton's interpreter multiplies the bit patterns of bfloat16 (3.9); these are its values
-        queries, keys, values = queries.float(), keys.float(), values.float()
+    queries, keys, values = multipliable(queries, keys, values)
     scaling, softcap, sliding_window, sinks = how
     group, value_dim, pairs = query_heads // heads, values.shape[-1], batch * heads
     assert sums is None or (sums.dtype == torch.float32 and sums.shape[-1] in (1, group)), "one sum a head or a group"

@@ -33,6 +33,7 @@ from kvbench.kernels.tiles import (
     fit_heads,
     in_sight,
     jit,
+    multipliable,
     next_power_of_two,
     parts_of,
     programs_at_once,
@@ -157,8 +158,8 @@ def decode_groups(
     dim, value_dim = keys.form.dim, values.form.dim
     fit_heads("decode_groups", dim, value_dim)
     (batch, query_heads), heads, kept = queries.shape[:2], segments[0].shape[1], queries.dtype
-    if not queries.is_cuda and kept == torch.bfloat16:  # the interpreter multiplies bit patterns
-        queries, ring = queries.float(), Ring(ring.keys.float(), ring.values.float(), ring.positions)
+    queries, ring_keys, ring_values = multipliable(queries, ring.keys, ring.values)
+    ring = Ring(ring_keys, ring_values, ring.positions)
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
     sizes: dict[str, Any] = tiles(dim, value_dim, queries.dtype)
     room = 512 if max(dim, value_dim) <= 128 else 256  # more would spill, or exceed the shared memory

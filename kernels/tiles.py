@@ -342,9 +342,13 @@ def same_dtype(kernel: str, queries: Tensor, *others: Tensor) -> tuple[Tensor, .
         dtype = torch.promote_types(dtype, other.dtype)
     if dtype == torch.float64:
         raise ValueError(f"{kernel} computes in float32 and takes no float64 tensors: use the PyTorch path")
-    if not queries.is_cuda and dtype == torch.bfloat16:
-        dtype = torch.float32  # Triton's interpreter multiplies the bit patterns of bfloat16; these are its values
-    return tuple(x.to(dtype) for x in (queries, *others))
+    return multipliable(*(x.to(dtype) for x in (queries, *others)))
+
+
+def multipliable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of one dtype whose values kernels multiply: Triton's interpreter takes the bit patterns of bfloat16."""
+    interpreted = tensors[0].dtype == torch.bfloat16 and not tensors[0].is_cuda
+    return tuple(x.float() for x in tensors) if interpreted else tensors
 
 
 class Dims(NamedTuple):

@@ -29,6 +29,7 @@ from kvbench.kernels.tiles import (
     fit_heads,
     in_sight,
     jit,
+    multipliable,
     next_power_of_two,
     parts_of,
     programs_at_once,
@@ -126,9 +127,8 @@ def decode_codes(
     fit_heads("decode_codes", keys.dim, values.dim)
     (batch, query_heads), heads, rule = queries.shape[:2], segments[0].shape[1], rule_of(*how[:3])
     key, value, group = keys.layout, values.layout, query_heads // heads
-    if not queries.is_cuda and queries.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns
-        queries = queries.float()
-        new_tokens = new_tokens._replace(keys=new_tokens.keys.float(), values=new_tokens.values.float())
+    queries, new_keys, new_values = multipliable(queries, new_tokens.keys, new_tokens.values)
+    new_tokens = NewTokens(new_keys, new_values, new_tokens.slots)
     table = key.KIND == "table" and key.PERMUTE is None
     sizes = tiles(max(key.BLOCK_D, value.BLOCK_D), dtype, table)
     pairs = batch * heads
@@ -207,9 +207,7 @@ def append_codes(
     tokens, (batch, heads), form = [queries, new_tokens.keys, new_tokens.values], starts.shape, keys.format
     group = queries.shape[1] // heads
     whole = queries.new_empty(batch, heads * (group + 2), 1, keys.dim, dtype=torch.float32)
-    if not starts.is_cuda:
-        tokens = [x.float() for x in tokens]
-    asked, *new = map(view, tokens)
+    asked, *new = map(view, multipliable(*tokens))
     matrix = None if rotation is None else View(rotation, 0, 0, *rotation.stride())
     with torch.cuda.device_of(starts):
         _append_codes[starts.numel(), 2 if rotation is None else 2 + group](

@@ -1,6 +1,7 @@
-"""Small tensors of the host's numbers on a device, without a copy for which the host would wait."""
+"""Small tensors of the host's numbers on a device, and of a device's on the host, without a wait of the host."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -30,6 +31,35 @@ def changing(numbers: Sequence[int], device: torch.device) -> Tensor:
 def on_host(x: Tensor) -> bool:
     """Whether x is in host memory, so that reading its elements needs no synchronisation."""
     return x.device.type == "cpu"
+
+
+def is_checked(tokens: Tensor) -> bool:
+    """Whether the numbers of tokens [B,H,N,...] are checked: not at every decoded token, if the host would wait."""
+    return not tokens.is_meta and (tokens.shape[2] > 1 or on_host(tokens))
+
+
+@dataclass(frozen=True)
+class OnItsWay:
+    """A small tensor that is being copied to the host; the copy does not wait for the device."""
+
+    copy: Tensor
+    done: torch.cuda.Event | None
+
+    def __call__(self) -> Tensor:
+        """The tensor on the host."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.copy
+
+
+def on_its_way(x: Tensor) -> OnItsWay:
+    """Begin to copy a tensor to the host."""
+    if not x.is_cuda:
+        return OnItsWay(x, None)
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(x.device))
+    return OnItsWay(copy, done)
 
 
 @lru_cache(maxsize=1024)

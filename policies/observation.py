@@ -21,7 +21,7 @@ from kvbench.kernels.query_sums import (
     window_statistics,
 )
 from kvbench.kernels.references import attention_logits, rows_and_sight
-from kvbench.kernels.tiles import INTERPRETED, use_triton
+from kvbench.kernels.tiles import use_triton
 from kvbench.policies.model_layer import ModelLayer
 from kvbench.policies.step_info import (
     MOVED,
@@ -155,7 +155,7 @@ class Observation:
 
     def _reduces(self, window: int) -> bool:
         """Whether a kernel computes the statistics of a window without its rows: on GPUs, without a bias."""
-        if self.slots.bias is not None or (self.queries.is_cpu and not INTERPRETED):
+        if self.slots.bias is not None:
             return False
         ahead = 0 if self.window is None else self.window.ahead
         return 1 < window + ahead <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)

@@ -150,15 +150,10 @@ class Policy:
             window=max(own.window, self.allocator.needs.window, self.merger.needs.window, drafting),
             window_decoding=decoding if self.schedule.returns_to_budget else 0,
             model=model,
-            layer=own.layer or self.merger.needs.layer or model,
+            layer=own.layer or own.kept or self.merger.needs.layer or model,
             query_heads=self._values_query_heads or self.allocator.needs.query_heads,
             reads=read_by(own, self.schedule.protection, self.pre_pass is not None),
         )
-
-    @cached_property
-    def layers_alike(self) -> bool:
-        """Whether layers can evict as rows of one batch: no part uses the index of its layer, or what others kept."""
-        return self.evicts and not (self.needs.kept or self.needs.layer)
 
     @property
     def rates(self) -> bool:

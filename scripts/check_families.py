@@ -27,7 +27,7 @@ from kvbench.cache.families import INSTEAD, InterfaceError
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.models.trial import try_out
 
 log = logging.getLogger(__name__)
@@ -269,7 +269,7 @@ def rows_are_alone(model: PreTrainedModel, ids: Tensor) -> None:
     """Check that batched sequences generate and keep the same tokens as single sequences."""
     flight, rows = DecodeBatch(model), []
     for length in (PROMPT, PROMPT - 7):
-        request = Request(ids[:, :length], 4)
+        request = Request(script_of(ids[:, :length]), 4)
         if flight.can_admit(request):  # models with length-dependent RoPE cannot batch some prompts
             rows += flight.admit(request, [make_policy(slug, BUDGET, **TRIED[slug][0]) for slug in ("snapkv", "h2o")])
     while flight.in_flight:
@@ -277,7 +277,7 @@ def rows_are_alone(model: PreTrainedModel, ids: Tensor) -> None:
     for row in rows:
         if row.error is not None:
             raise row.error
-        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=4)
+        alone = generate_tokens(model, row.request.prompt, row.policy, max_new_tokens=4)
         assert row.tokens == alone.tokens[0], row.policy.name
         for own, other in zip(row.cache.attention_layers, alone.cache.attention_layers, strict=True):
             assert torch.equal(own.positions.sort(-1).values, other.positions.sort(-1).values), row.policy.name

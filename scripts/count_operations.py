@@ -23,7 +23,7 @@ import kvbench
 from kvbench import make_policy
 from kvbench.cache.attend import TorchBackend, TritonBackend
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.kernels import references
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores import slots
@@ -77,7 +77,8 @@ def tiny_llama() -> PreTrainedModel:
 
 def request(length: int = LENGTH) -> Request:
     """A prompt of random tokens with eight new ones."""
-    return Request(torch.randint(256, (1, length), generator=torch.Generator().manual_seed(0)), 8, min_new_tokens=8)
+    ids = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(0))
+    return Request(script_of(ids), 8, min_new_tokens=8)
 
 
 def admission(model: PreTrainedModel, policies: list[Policy], length: int = LENGTH) -> tuple[int, DecodeBatch]:

@@ -44,7 +44,7 @@ def our_times(
     from kvbench import make_policy
     from kvbench.config.presets import store_of
     from kvbench.engine.batch import DecodeBatch
-    from kvbench.engine.sequence import Request
+    from kvbench.engine.sequence import Request, script_of
 
     model.set_attn_implementation("kvbench")
     whole = slug == "full" or store_of(slug)
@@ -53,7 +53,7 @@ def our_times(
         batch = DecodeBatch(model, ids.is_cuda, strict=False)
         sync()
         start = time.perf_counter()
-        (sequence,) = batch.admit(Request(ids, 2 * steps + 8, min_new_tokens=2 * steps + 8), [own])
+        (sequence,) = batch.admit(Request(script_of(ids), 2 * steps + 8, min_new_tokens=2 * steps + 8), [own])
         sync()
         prefill = time.perf_counter() - start
         if sequence.error is not None:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.cache import attend as backends
 from kvbench.cache.step import Step
-from kvbench.kernels.decode import decode_attention
-from kvbench.kernels.prompt import attention_behind, masked_attention, prompt_attention
 from kvbench.kernels.query_sums import attention_moments, column_sums
-from kvbench.kernels.references import FEW_QUERIES, Attended, grouped_attention, visible, weigh
-from kvbench.kernels.tiles import INTERPRETED, decodes, use_triton
+from kvbench.kernels.references import FEW_QUERIES, Attended, visible, weigh
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, known_weights
 from kvbench.policies.stores.slot_store import SlotStore
@@ -61,29 +59,15 @@ def _attend_with_statistics(step: Step, needs: Needs) -> Tensor | None:
     dense = isinstance(held, SlotStore) and held.starts is None
     if not (step.fresh or dense):
         return None
-    if needs.newest_row and dense:
-        out = _attend_newest(step.observation)
-        if out is not None:
+    if needs.newest_row and dense and step.phase == "decode":
+        found = backends.backend_of(step.queries).attend_newest(step.observation)
+        if found is not None:
+            out, weights = found
+            step.observation.known |= known_weights(weights)
             return out
     if step.phase == "decode" and step.observation.sees_all:
         return weigh(step.observation.window_attention(1), held.values) if needs.newest_row and dense else None
     return None if needs.sums is None else attend_and_sum(step.observation, needs.sums)
-
-
-def _attend_newest(seen: Observation) -> Tensor | None:
-    """Attention output [B,H_q,m,D] of a decoded token by a kernel that stores its weights for the scorer.
-
-    None without such a kernel.
-    """
-    if seen.phase != "decode" or not decodes(seen.queries):
-        return None
-    packed = seen.sees_all
-    places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (seen.query_positions, seen.positions)
-    call = seen.queries, seen.keys, seen.values, *places, *seen.params.for_kernels
-    attention = decode_attention(*call, packed=packed, weights=True, bias=seen.slots.bias)
-    assert attention.weights is not None
-    seen.known |= known_weights(attention.weights)
-    return attention.out
 
 
 def attend_and_sum(seen: Observation, statistic: Literal["column_sums", "moments"]) -> Tensor | None:
@@ -99,14 +83,13 @@ def attend_and_sum(seen: Observation, statistic: Literal["column_sums", "moments
         return None
     call = seen.query_positions, seen.positions, *seen.params[:3]
     attended = log_sum_exp = None
-    if use_triton(queries) and use_triton(values):
-        sinks, in_order = None, _in_order(seen)
-        how = *call[:2], *seen.params.for_kernels
-        out, log_sum_exp, _ = prompt_attention(queries, seen.keys, values, *how, in_order)
+    in_order = _in_order(seen)
+    if (found := backends.backend_of(queries).attend_prompt(seen, in_order)) is not None:
+        sinks, (out, log_sum_exp) = None, found
     elif queries.element_size() == 2:
         return None
     else:
-        attended, in_order = Attended(values, values.new_zeros(*queries.shape[:3], values.shape[-1])), False
+        in_order, attended = False, Attended(values, values.new_zeros(*queries.shape[:3], values.shape[-1]))
         out = attended.out
     given: dict[str, Any] = {"sinks": sinks, "log_sum_exp": log_sum_exp, "attended": attended}
     if statistic == "moments":
@@ -135,40 +118,16 @@ def _attend(step: Step) -> Tensor:
     out = None if step.fresh else held.attend(queries, step.positions, params)  # of codes, or heads unlike in length
     if out is not None:
         return out
-    slots, window, scale = held.slots, params.sliding_window, params.scaling
+    slots, window = held.slots, params.sliding_window
     covered = window is None or step.span.end <= window  # the window hides no token
-    plain = covered and slots.bias is None and params.softcap is None and params.sinks is None
-    if step.fresh and plain:
+    if step.fresh and covered and slots.bias is None and params.softcap is None and params.sinks is None:
         gqa, causal = queries.shape[1] != held.keys.shape[1], queries.shape[2] > 1
         return F.scaled_dot_product_attention(
-            queries, held.keys, held.values, is_causal=causal, scale=scale, enable_gqa=gqa
+            queries, held.keys, held.values, is_causal=causal, scale=params.scaling, enable_gqa=gqa
         )
-    if (not queries.is_cpu or INTERPRETED) and (out := _attend_by_kernel(step, covered)) is not None:
-        return out
-    if not step.fresh and plain and queries.shape[2] == 1 and slots.packed:
-        return grouped_attention(queries, held.keys, held.values, None, scale)
-    if not step.fresh and plain and _newest_last(step):
-        return attention_behind(queries, held.keys, held.values, scale)
-    call = queries, held.keys, held.values, step.positions, held.positions, scale, params.softcap, window
-    return masked_attention(*call, params.sinks, columns=step.fresh, bias=slots.bias)
-
-
-def _attend_by_kernel(step: Step, covered: bool) -> Tensor | None:
-    """Attention by a kernel for GPUs, None if no kernel supports the step; covered: a sliding window hides no token."""
-    queries, params, held = step.queries, step.params, step.store
-    stored, slots = (queries, held.keys, held.values), held.slots
-    if not step.fresh and decodes(queries):
-        packed = covered and slots.packed
-        places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (step.positions, held.positions)
-        how = params._replace(sliding_window=None) if covered else params
-        newest = *stored, *places, *how.for_kernels
-        return decode_attention(*newest, packed=packed, bias=slots.bias).out
-    gradients = torch.is_grad_enabled() and queries.requires_grad
-    if slots.bias is not None or not use_triton(queries) or not use_triton(held.values) or gradients:
-        return None
-    aligned = step.fresh or (covered and _newest_last(step))
-    call = *stored, step.positions, held.positions, *params.for_kernels
-    return prompt_attention(*call, aligned=aligned).out
+    in_order = step.fresh or (covered and queries.shape[2] > 1 and _newest_last(step))
+    call = queries, step.positions, held, params._replace(sliding_window=None) if covered else params
+    return backends.backend_of(queries).attend_slots(*call, step.fresh, in_order)
 
 
 def _newest_last(step: Step) -> bool:

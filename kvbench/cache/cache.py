@@ -287,6 +287,13 @@ class KVCache(Cache):
                     sequence.fail(error)
         self.tables.begin(queries.device)
 
+    def forget_call(self) -> None:
+        """Forget a call that was recorded instead of computed."""
+        self._evictions = Evictions(self.extras)
+        for sequence in self.sequences:
+            sequence.spans = []
+            sequence.shared.clear()
+
     def end_call(self) -> None:
         """End a call after its last layer: carry out the evictions and check the budgets."""
         self.tables.end()

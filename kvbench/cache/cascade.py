@@ -9,7 +9,7 @@ Shapes: B = 1 sequence, H_kv KV heads, T slots, n slots of a share.
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,30 +25,6 @@ from kvbench.policies.stores.slots import take
 
 RANKED = "scores", "tie_break", "protected", "spared"
 """The tensors of a ranking, beside the positions of the store."""
-
-
-@dataclass(frozen=True)
-class OnItsWay:
-    """A small tensor that is being copied to the host; the copy does not wait for the device."""
-
-    copy: Tensor
-    done: torch.cuda.Event | None
-
-    def __call__(self) -> Tensor:
-        """The tensor on the host."""
-        if self.done is not None:
-            self.done.synchronize()
-        return self.copy
-
-
-def on_its_way(x: Tensor) -> OnItsWay:
-    """Begin to copy a tensor to the host."""
-    if not x.is_cuda:
-        return OnItsWay(x, None)
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(x.device))
-    return OnItsWay(copy, done)
 
 
 def can_cut(sequence: Sequence) -> bool:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.attend import backend_of
+from kvbench.cache import attend as backends
 from kvbench.cache.extra import Extra, When
-from kvbench.cache.group import LazyObservation
 from kvbench.cache.rerotate import close_gaps
+from kvbench.cache.rows import LazyObservation, Rows, evict
 from kvbench.cache.step import Step
 from kvbench.kernels.references import FEW_QUERIES
 from kvbench.policies.allocators.allocator import Allocator
@@ -30,11 +30,8 @@ from kvbench.policies.ranking import Ranking
 from kvbench.policies.selections.fair import Fair
 from kvbench.policies.stores.paged import PagedStore
 from kvbench.policies.stores.slot_store import SlotStore, keep_together
-from kvbench.policies.stores.slots import padded, slots_in_order
+from kvbench.policies.stores.slots import copy_each, rows_of, slots_in_order
 from kvbench.policies.stores.store import LayerStore
-
-READ_AT_ONCE = ("cpu",)
-"""Types of devices whose numbers the host reads without a wait."""
 
 
 class Evictions:
@@ -60,7 +57,7 @@ class Evictions:
             self._workspace[key] = max(self._workspace.get(key, 0), workspace(step))
             return
         if when == "now" and step.observed:
-            evict([step])
+            evict(StepRows([step]))
         if step.policy.schedule.order == "attend_then_evict":
             step.settle()
         else:
@@ -75,7 +72,7 @@ class Evictions:
         if not self._waiting:
             return
         layers = len({layer for layer, _ in self._workspace})
-        most = backend_of(self._waiting[0].values).workspace
+        most = backends.backend_of(self._waiting[0].values).workspace
         if sum(self._workspace.values()) * (layers + 1) > layers * most:
             self._evict_waiting()
 
@@ -87,7 +84,7 @@ class Evictions:
             first = steps[0]
             call = first.policy.granularity, first.span, *(step.layer.index for step in steps)
             try:
-                evict(steps, {} if first.known is None else known[call])
+                evict(StepRows(steps, {} if first.known is None else known[call]))
             except Exception as error:
                 for sequence in {id(step.sequence): step.sequence for step in steps}.values():
                     sequence.fail(error)
@@ -115,7 +112,7 @@ class Evictions:
             if step.sequence.error is None:
                 try:
                     if self._when(step) == "now":
-                        evict([step])
+                        evict(StepRows([step]))
                 except Exception as error:
                     step.sequence.fail(error)
                 step.settle()
@@ -125,7 +122,7 @@ class Evictions:
 def joins(step: Step) -> bool:
     """Whether a step may evict as a row of a batch, with other layers: nothing in it is that of a single layer."""
     policy, needs, call, schedule = step.policy, step.policy.needs, step.params, step.policy.schedule
-    if not (step.observed and step.alone and policy.layers_alike) or policy.pre_pass is not None:
+    if not (step.observed and step.alone) or needs.layer or policy.pre_pass is not None:
         return False
     if isinstance(policy.selection, Fair):  # it reads the queries of every part of a prompt
         return False
@@ -182,7 +179,7 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
     for name in ("keys", "values", "positions"):
         if name not in contents:
             parts = [getattr(step.layer.store, name) for step in steps]
-            contents[name] = parts[0].expand(count, -1, -1) if name == "positions" and first.fresh else torch.cat(parts)
+            contents[name] = parts[0].expand(count, -1, -1) if name == "positions" and first.fresh else rows_of(parts)
     window = None
     if seen.window is not None:
         name = "window", seen.window.queries.shape[2]
@@ -190,9 +187,13 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
             contents[name] = torch.cat([step.window[0] for step in steps if step.window is not None])
         places = torch.cat([step.window[1] for step in steps if step.window is not None])
         window = seen.window._replace(queries=contents[name], positions=places)
-        for row, step in enumerate(steps):
-            own = contents[name][row : row + 1], places[row : row + 1]
-            step.layer.recent.held, step.layer.recent.borrowed = own, False
+        kept: list[tuple[Tensor, Tensor]] = []
+        for step, *own in zip(steps, contents[name].split(1), places.split(1), strict=True):
+            if contents is known:  # other policies of the prompt have the same tensors
+                step.layer.recent.bind(*own)
+            else:
+                kept += step.layer.recent.keep(*own)
+        copy_each(kept)
     numbers: dict[str, Any] = {
         name: tuple(step.sequence.budgets.numbers[name] for step in steps) for name in first.policy.needs.reads
     }
@@ -219,23 +220,56 @@ def joined(steps: List[Step], known: StepCache) -> Observation:
 
 
 # --- one eviction ----------------------------------------------------------------------------------------------------
-def evict(steps: List[Step], known: StepCache | None = None) -> None:
-    """Evict down to the budget of a layer, or of several of equal shapes as rows of one batch."""
-    first, policy = steps[0], steps[0].policy
-    seen = first.observation if len(steps) == 1 else joined(steps, {} if known is None else known)
-    state = observe(steps, seen)
-    for step in steps:
-        note_decision(step)
-    excess = excess_of(first)
-    if excess == 0:
-        return
-    for step in steps:
-        step.layer.count -= excess
-    ranking = policy.rank(seen, state)
-    note_nan(steps, ranking)
-    kept = compact(steps, ranking, first.layer.count, excess, seen, state=state)
-    if kept is not None and policy.scorer is not None and policy.needs.kept:
-        policy.scorer.selected(seen, kept)
+class StepRows(Rows):
+    """The steps of a layer, or of several of equal shapes, of prompts, blocks and tokens that are in no table.
+
+    known: what was computed for another policy of the same prompt and layers.
+    """
+
+    def __init__(self, steps: List[Step], known: StepCache | None = None) -> None:
+        first = steps[0]
+        self._steps, self.policy, self._excess = steps, first.policy, excess_of(first)
+        self.observation = first.observation if len(steps) == 1 else joined(steps, {} if known is None else known)
+        states = [step.layer.store.state for step in steps] if self.policy.needs.statistics else []
+        self.state = {name: rows_of([own[name] for own in states]) for name in self.policy.needs.statistics}
+
+    def store(self) -> None:
+        several = len(self._steps) > 1
+        if not (several and self._excess):  # else, the statistics of kept tokens are written
+            for row, step in enumerate(self._steps):
+                own = step.layer.store.state
+                for name, x in self.state.items() if several else ():
+                    own[name].copy_(x[row : row + 1])
+                step.layer.store.state = own if several else self.state
+        if self.policy.needs.memory:
+            self._steps[0].layer.memory |= self.observation.memory
+
+    def is_due(self) -> bool:
+        for step in self._steps:
+            note_decision(step)
+        return self._excess > 0
+
+    def note_nan(self, ranking: Ranking) -> None:
+        """The host does not wait for a GPU: flags of a prompt are read at the end of its call, others by the audit."""
+        later = not backends.backend_of(ranking.scores).reads_at_once
+        if not later and not bool(ranking.scores.sum().isnan()):  # a tenth of the time of checking each score
+            return
+        for step, flag in zip(self._steps, ranking.broken.split(1), strict=True):
+            sequence, index = step.sequence, step.layer.index
+            if later:
+                flags = sequence.nan_flags
+                if index in flags:
+                    flags[index] |= flag
+                else:
+                    flags[index] = flag.clone()
+            elif bool(flag) and sequence.nan_layer is None:
+                sequence.nan_layer = index
+
+    def free(self, ranking: Ranking) -> None:
+        for step in self._steps:
+            step.layer.count -= self._excess
+        target = self._steps[0].layer.count
+        compact(self._steps, ranking, target, self._excess, self.observation, state=self.state)
 
 
 def note_decision(step: Step) -> None:
@@ -251,44 +285,6 @@ def excess_of(step: Step) -> int:
     return beyond if beyond >= least else 0
 
 
-def observe(steps: List[Step], seen: Observation) -> State:
-    """Let the scorer update its running statistics and its memory; returns the statistics [n,H_kv,T,G'] by name."""
-    policy, state = steps[0].policy, State()
-    needs = policy.needs
-    if needs.statistics:
-        states = [step.layer.store.state for step in steps]
-        state = {name: padded([own[name] for own in states]) for name in needs.statistics}
-    if needs.statistics or needs.memory:
-        policy.observe(seen, state)
-        if len(steps) == 1 or excess_of(steps[0]) == 0:  # else, the statistics of kept tokens are written
-            for row, step in enumerate(steps):
-                own = step.layer.store.state
-                for name, x in state.items() if len(steps) > 1 else ():
-                    own[name].copy_(x[row : row + 1])
-                step.layer.store.state = own if len(steps) > 1 else state
-        if needs.memory:
-            steps[0].layer.memory |= seen.memory
-    return state
-
-
-def note_nan(steps: List[Step], ranking: Ranking) -> None:
-    """Note NaN scores. The call continues for the other sequences and ends with an error.
-
-    The host does not wait for a GPU here: flags of a prompt are read at the end of its call, others by the audit.
-    """
-    later = ranking.scores.device.type not in READ_AT_ONCE
-    if not later and not bool(ranking.scores.sum().isnan()):  # a tenth of the time of checking each score
-        return
-    for step, flag in zip(steps, ranking.broken.split(1), strict=True):
-        sequence, index = step.sequence, step.layer.index
-        if later:
-            flags = sequence.nan_flags
-            own = flag if step.phase == "prompt" else flag.clone()  # of a block, it is written to
-            flags[index] = flag | flags[index] if index in flags else own
-        elif bool(flag) and sequence.nan_layer is None:
-            sequence.nan_layer = index
-
-
 def compact(
     steps: List[Step],
     ranking: Ranking,
@@ -297,11 +293,11 @@ def compact(
     seen: Observation | None = None,
     per_head: Tensor | None = None,
     state: State | None = None,
-) -> Tensor | None:
+) -> None:
     """Evict `excess` tokens per KV head, down to `target`, from the layer of each step, and free the memory.
 
     per_head [1,H_kv]: number of slots of each head of a single layer, if it is known. state: running statistics of
-    several layers. Returns the kept slots, bool [n,H_kv,T], if the scorer uses them.
+    several layers.
     """
     first, policy, spare = steps[0], steps[0].policy, steps[0].spare
     layer, held = first.layer, first.layer.store
@@ -314,16 +310,18 @@ def compact(
     if per_head is None and _by_order(first, ranking) and isinstance(held, SlotStore):
         _keep(steps, ranking.slots(target), seen, state)
         layer.count = target
-        return None
+        return
     kept = ranking.select(target if per_head is None else per_head)
     known = _merge(first, ranking, kept, None if per_head is not None else target, seen)
+    if seen is not None and policy.scorer is not None and policy.needs.kept:
+        policy.scorer.selected(seen, kept)
     if policy.schedule.rerotate and not (first.phase == "decode" and excess == 1):
         assert seen is not None, "checked when the policy is built"
         close_gaps(held, kept, seen)
     if len(steps) > 1:
         in_order = ranking.ascending and ranking.packed
         _keep(steps, slots_in_order(ranking.positions, kept, target, in_order), seen, state)
-        return kept
+        return
     if first.sequence.on_evict is not None:
         first.sequence.on_evict(layer, ranking, kept)
     paged = isinstance(held, PagedStore)
@@ -337,7 +335,6 @@ def compact(
     layer.count = target if policy.allocator.per_head or paged else max(target, slots.shape[-1])
     if layer.ranking is not None:
         layer.ranking = ranking.at(slots, held.positions, held.slots.packed)
-    return kept
 
 
 def _keep(steps: List[Step], slots: Tensor, seen: Observation | None, state: State | None) -> None:
@@ -370,8 +367,8 @@ def _merge(step: Step, ranking: Ranking, kept: Tensor, target: int | None, seen:
 
 
 def _plain(held: LayerStore) -> bool:
-    """Whether a store keeps slots of equal number in every head, as they are."""
-    return isinstance(held, SlotStore) and type(held).keep is SlotStore.keep and not held.ragged
+    """Whether a store keeps exact tokens in slots of equal number in every head, as they are."""
+    return isinstance(held, SlotStore) and type(held).keep is SlotStore.keep and held.holds_exact and not held.ragged
 
 
 def _by_order(step: Step, ranking: Ranking) -> bool:
@@ -380,7 +377,7 @@ def _by_order(step: Step, ranking: Ranking) -> bool:
     On a CPU, a threshold on the scores is faster; and what else an eviction does needs a mask of the kept slots.
     """
     policy = step.policy
-    if step.phase != "prompt" or ranking.scores.is_cpu or step.layer.ranking is not None:
+    if step.phase != "prompt" or backends.backend_of(ranking.scores).reads_at_once or step.layer.ranking is not None:
         return False
     masked = policy.merger.merges or policy.schedule.rerotate or policy.needs.kept or policy.allocator.per_head
     plain = _plain(step.layer.store) and ranking.ascending and ranking.packed

@@ -4,7 +4,7 @@ Shapes: L layers, P rows of a step, b of them in a group, k layers evicted at on
 heads, T slots of the longest segment, w queries of a window, D head dim.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvbench.cache.attend.backend import Backend, GroupSlots, Segments
 from kvbench.cache.memory import FlatMemory
+from kvbench.cache.rows import LazyObservation, Rows, evict
 from kvbench.cache.sequence import Sequence
 from kvbench.cache.step import keeps_window
 from kvbench.policies.constants import on_device
@@ -121,19 +122,14 @@ class Group:
             if ratings:  # one number for the new token of every row
                 self.shared["ratings"] = torch.cat(ratings).repeat(len(layers), 1)
             which = _select(layers, queries.device)
-            rows = Rows(self, layers, which, _joined(params, layers, len(self.kinds)), queries[which], backend)
-            if rows.slots.state or self.policy.needs.memory:
-                self.policy.observe(rows.observation, rows.slots.state)
-                rows.slots.store_state()
-                rows.store_memory(rows.observation.memory)
-            rows.evict()
+            evict(GroupRows(self, layers, which, _joined(params, layers, len(self.kinds)), queries[which], backend))
 
     def _planned(self, queries: Tensor, params: List[AttentionParams], workspace: int) -> Iterator[tuple[int, ...]]:
         """Layers with equal attention and similar lengths, as many at once as fit the workspace."""
         policy, rows, heads = self.policy, len(self.kinds), self.lengths["starts"].shape[2]
         equal: dict[object, list[int]] = {}
         for index, how in enumerate(params):
-            alike = (*how[:3], how.sinks is None) if policy.layers_alike else index
+            alike = index if policy.needs.layer else (*how[:3], how.sinks is None)
             equal.setdefault(alike, []).append(index)
         slot = 4 * rows * numbers_of_a_slot(policy, queries.shape[2], heads, queries.shape[-1])
         for some in equal.values():
@@ -160,8 +156,11 @@ class Group:
         return QueryWindow(found[0], found[1], see_own=all(kind.see_own for kind in self.kinds))
 
 
-class Rows:
-    """Rows of a group: k layers of b sequences, n = k * b. queries [k,b,H_q,1,D]: the newest."""
+class GroupRows(Rows):
+    """Rows of a group: k layers of b sequences, n = k * b, that lose one token each. queries [k,b,H_q,1,D]: the newest.
+
+    Rows below their budget lose none: they have taken one more slot instead.
+    """
 
     def __init__(
         self, group: Group, layers: tuple[int, ...], which: slice | Tensor, how: AttentionParams, queries: Tensor,
@@ -172,19 +171,22 @@ class Rows:
         self._starts, self._counts, self._free, limit = (
             group.lengths[x][which] for x in ("starts", "counts", "free", "limit")
         )
-        self._full = self._counts == limit  # the other sequences have taken one more slot instead
+        self._full = self._counts == limit
         self._going = self._full.flatten(0, 1)[:, 0]  # rows that evict a token, bool [n]
         columns = group.columns[: group.longest(layers)]
         width = queries.shape[2] // self._starts.shape[2] if self.policy.needs.query_heads else 1
         segments = Segments(layers, which, group.rows, self._starts, self._counts, columns)
         self.slots: GroupSlots = backend.slots(group.memory, segments, self.policy.needs.statistics, width)
+        self.state = self.slots.state
         self.observation = self._observe(layers, how, queries)
 
-    def evict(self) -> None:
-        """Evict one token per KV head from every row that is over its budget; the next token overwrites its slot."""
-        policy, seen, state = self.policy, self.observation, self.slots.state
-        ranking = policy.rank(seen, state)
-        self._note_nan(ranking)
+    def store(self) -> None:
+        self.slots.store_state()
+        self.store_memory(self.observation.memory)
+
+    def free(self, ranking: Ranking) -> None:
+        """The next token overwrites the slot of the evicted one."""
+        policy, seen, state = self.policy, self.observation, self.state
         victims, going = ranking.victim(), self._going[:, None, None]
         if policy.merger.merges:
             memory, vectors = self.memory, (self.slots.vectors("keys"), self.slots.vectors("values"))
@@ -210,8 +212,7 @@ class Rows:
         for name, x in memory.items():
             self._group.state[name][self._which] = x.view(*self._starts.shape[:2], *x.shape[1:])
 
-    def _note_nan(self, ranking: Ranking) -> None:
-        """Note rows in which an unprotected token has the score NaN."""
+    def note_nan(self, ranking: Ranking) -> None:
         self._group.lengths["nan"][self._which] |= ranking.broken.view(self._starts.shape[:2])
 
     def release(self, slots: Tensor) -> None:
@@ -250,25 +251,6 @@ class Rows:
         """The numbers of the sequences that the policy reads, for rows of some layers."""
         each = zip(self.policy.needs.reads, *(kind.numbers for kind in self._group.kinds), strict=True)
         return {name: tuple(numbers) * layers for name, *numbers in each}
-
-
-class LazyObservation(Observation):
-    """An observation whose keys and values are made on first use, because few scorers use both.
-
-    vectors: makes them from their name. layer is missing if it combines several layers.
-    """
-
-    def __init__(self, vectors: Callable[[str], Tensor], **fields: Any) -> None:  # noqa: ANN401
-        self.__dict__.update({"known": {}, "memory": {}, "shared": {}, "_vectors": vectors}, **fields)
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Called for a field that was not made yet."""
-        if name == "layer":
-            raise AttributeError("several layers are scored at once: a scorer that uses the layer needs needs.layer")
-        if name not in ("keys", "values"):
-            raise AttributeError(f"an observation has no {name}")
-        found = self.__dict__[name] = self._vectors(name)
-        return found
 
 
 def numbers_of_a_slot(policy: Policy, query_heads: int, heads: int, dim: int) -> int:

@@ -10,6 +10,7 @@ from kvbench.cache.reading import PageReads
 from kvbench.policies.observation import Memory
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
+from kvbench.policies.stores.slots import copy_each, writable
 from kvbench.policies.stores.store import LayerStore
 
 
@@ -23,6 +24,7 @@ class RecentQueries:
         self._window = window
         self.held: tuple[Tensor, Tensor] | None = None
         self.borrowed = False
+        self._own: tuple[Tensor, Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -42,6 +44,7 @@ class RecentQueries:
             first = max(0, self.held[0].shape[2] + new - window)
             queries = torch.cat([self.held[0][:, :, first:], queries], dim=2)
             positions = torch.cat([self.held[1][:, first:], positions], dim=1)
+            self._own = None if new == 1 else self._own  # a decoded token's window is this new one
         self.held, self.borrowed = (queries[:, :, -window:], positions[:, -window:]), True
         return self.held
 
@@ -49,7 +52,22 @@ class RecentQueries:
         """Copy the window, because views keep the queries of a whole prompt in memory."""
         if self.held is not None and self.borrowed:
             queries, positions = (x.clone(memory_format=torch.contiguous_format) for x in self.held)
-            self.held, self.borrowed = (queries, positions), False
+            copy_each(self.keep(queries, positions))
+
+    def keep(self, queries: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Own this copy of the window. A window of the same size stays where it is, so that blocks can be recorded.
+
+        Returns its tensors with their new contents, which the caller copies into them.
+        """
+        new, own = (queries, positions), self._own
+        if own is None or own[0].shape != queries.shape or queries.requires_grad or not writable(own[0]):
+            own = self._own = new
+        self.held, self.borrowed = own, False
+        return [] if own is new else list(zip(own, new, strict=True))
+
+    def bind(self, queries: Tensor, positions: Tensor) -> None:
+        """Hold tensors that others change."""
+        self.held, self.borrowed, self._own = (queries, positions), False, None
 
     def reopen(self, window: int) -> None:
         """Change the length of the window before another prompt."""
@@ -60,6 +78,7 @@ class RecentQueries:
         if self.held is not None:
             self.borrowed |= window < self.held[0].shape[2]
             self.held = None if window == 0 else (self.held[0][:, :, -window:], self.held[1][:, -window:])
+            self._own = None if window == 0 else self._own
         self._window = window
 
 

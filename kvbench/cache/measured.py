@@ -12,12 +12,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvbench.cache.cascade import OnItsWay, can_cut, cut_to_shares, on_its_way
-from kvbench.cache.eviction import compact, excess_of, note_decision, note_nan, observe
+from kvbench.cache.cascade import can_cut, cut_to_shares
+from kvbench.cache.eviction import StepRows, compact, excess_of, note_decision
 from kvbench.cache.extra import Extra, When
 from kvbench.cache.step import Step
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.allocators.threshold import Threshold
+from kvbench.policies.constants import OnItsWay, on_its_way
 from kvbench.policies.observation import Observation
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
@@ -47,17 +48,16 @@ class MeasuredBudgets(Extra):
         alone = step.phase == "decode" and not (isinstance(allocator, JointAllocator) and not allocator.per_head)
         if alone or not isinstance(allocator, StatisticAllocator | JointAllocator):
             return "now"
-        observe([step], step.observation)
-        note_decision(step)
-        if step.span.evicts and (step.phase != "decode" or excess_of(step) > 0):
-            self._rank(step, allocator)
+        rows = StepRows([step])
+        rows.observe()
+        exceeds = rows.is_due()
+        if step.span.evicts and (exceeds or step.phase != "decode"):
+            self._rank(step, rows, allocator)
         return "later"
 
-    def _rank(self, step: Step, allocator: StatisticAllocator | JointAllocator) -> None:
+    def _rank(self, step: Step, rows: StepRows, allocator: StatisticAllocator | JointAllocator) -> None:
         layer, last = step.layer, step.layer.index == len(step.sequence.layers) - 1
-        layer.ranking = step.policy.rank(step.observation, layer.store.state)
-        note_nan([step], layer.ranking)
-        layer.unsettled = True
+        layer.ranking, layer.unsettled = rows.rank(), True
         if isinstance(allocator, StatisticAllocator):
             statistic = on_its_way(allocator.measure(step.observation, layer.store.state))
             self._measured.append((step.of_layer(layer), statistic))  # without the queries of the prompt
@@ -91,13 +91,12 @@ def _attempt(steps: List[Step], call: Callable[[], Result]) -> Result | None:
 
 def _evict_below(step: Step, allocator: Threshold) -> None:
     """Evict the tokens below a threshold."""
-    observe([step], step.observation)
+    rows = StepRows([step])
+    rows.observe()
     if not step.span.evicts:
         return
     note_decision(step)
-    ranking = step.policy.rank(step.observation, step.layer.store.state)
-    note_nan([step], ranking)
-    ranking = allocator.marked(ranking)
+    ranking = allocator.marked(rows.rank())
     _evict_unequally(step, ranking, ranking.protected.sum(-1), step.observation)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvbench.cache.layer import Layer
 from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.slots import copy_each
 
 EMPTY, PADDING, RESERVED = 0, 1, 2  # slots of kernels: always empty, written by padding; the number of them
 
@@ -100,16 +101,7 @@ class FlatMemory:
             self._view(layer)
             after = slot_store(layer).memory
             pairs += [(after[name], x) for name, x in before.memory.items() if name != "positions"]
-        self.copy(pairs)
-
-    @staticmethod
-    def copy(pairs: List[tuple[Tensor, Tensor]]) -> None:
-        """Copy the second tensor of each pair into the first, with one launch for those of a dtype."""
-        equal: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        for pair in pairs:
-            equal.setdefault(pair[0].dtype, []).append(pair)
-        for some in equal.values():
-            torch._foreach_copy_([into for into, _ in some], [x for _, x in some])
+        copy_each(pairs)
 
     def release(self, layer: Layer, last: bool = False) -> None:
         """Free the slots of a sequence in a layer; and the memory of the layer, if it is the last one."""

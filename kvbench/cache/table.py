@@ -39,6 +39,7 @@ from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.group_step import CODED, take_places
 from kvbench.policies.stores.ring_layout import RingLayer
+from kvbench.policies.stores.slots import copy_each
 from kvbench.policies.stores.token_codes import TokenCodeLayer
 
 LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance", "clipped", *STATE
@@ -228,7 +229,7 @@ class Table:
             free = None if store.free is None else self.lengths["free"][row].clone()[None, :, None]
             counts = None if store.counts is None else self.lengths["counts"][row].clone()[None]
             layer.store = store.with_memory(memory, free, counts)
-        self._memory.copy(pairs)
+        copy_each(pairs)
         unbind(member.layers)
 
     def update(self, sequence: Sequence) -> None:
@@ -341,8 +342,7 @@ class Table:
     @staticmethod
     def _bind_layer(layer: Layer, state: State) -> None:
         if WINDOW[0] in state:
-            queries, positions = (state[name][layer.index, None] for name in WINDOW)
-            layer.recent.held = queries, positions
+            layer.recent.bind(*(state[name][layer.index, None] for name in WINDOW))
         layer.memory |= {name: state[name][layer.index, None] for name in layer.memory if name in state}
 
     def _arrange(self, states: dict[Sequence, State]) -> None:

@@ -22,7 +22,7 @@ from kvbench.engine.logits import now
 from kvbench.engine.memory import peak, reset_peak
 from kvbench.engine.prompts import blank
 from kvbench.engine.scores import Scores, summary
-from kvbench.engine.sequence import LiveSequence, Request, TokenSampler
+from kvbench.engine.sequence import LiveSequence, Request, TokenSampler, script_of
 from kvbench.engine.teacher_forcing import policy_for, score_pair, text_scores
 from kvbench.errors import UsageError, one_line
 from kvbench.models.answers import Ending, end_tokens
@@ -70,23 +70,22 @@ def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
     tokenizer, task = run.checkpoint.tokenizer(), run.task.task_of(prompt.example)
     ids, target = prompt.ids, prompt.continuation
     texts = () if task.thoughts else (task.end_texts, task.stop)  # in a thought, only EOS ends an answer
+    text = (ids if target is None else ids[: prompt.length])[None].to(run.device, torch.long)
+    scored = None if target is None else target[None].to(run.device, torch.long)
     return Request(
-        (ids if target is None else ids[: prompt.length])[None].to(run.device, torch.long),
+        script_of(text, prompt.context_tokens, prompt.turns, scored),
         max_new_tokens=prompt.most_new_tokens,
         min_new_tokens=task.min_new_tokens + len(prompt.dictated) * bool(task.min_new_tokens),
         eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, *texts)),
         stop=_ending(run, prompt).test,
-        context_tokens=prompt.context_tokens,
         question=prompt.question,
         encoder=Encoder(tokenizer),
         sampler=_sampler(run, prompt),
-        turns=prompt.turns,
         dictated=prompt.given or prompt.dictated,
         given=bool(prompt.given),
         example=(run.seed, prompt.draw),
         parts=tuple(sorted(a for name, parts in prompt.spans.items() if name not in HIDDEN for a, _ in parts)),
         protected=tuple(sorted(part for name in task.protects for part in prompt.spans.get(name, ()))),
-        target=None if target is None else target[None].to(run.device, torch.long),
         next_turn="own" if prompt.own else None,
     )
 

@@ -19,12 +19,11 @@ from kvbench.cache.copies import empty_like
 from kvbench.cache.families import layout_of
 from kvbench.cache.joining import can_join, can_record
 from kvbench.cache.pre_passes import rate
-from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.divergence import Comparison
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompts
-from kvbench.engine.recorded_blocks import BlockRecorder
-from kvbench.engine.sequence import History, LiveSequence, Request, advance
+from kvbench.engine.recorder import Recorder
+from kvbench.engine.sequence import LiveSequence, Played, Request, advance
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.selections.fair import Fair
@@ -33,13 +32,13 @@ from kvbench.policies.selections.fair import Fair
 class DecodeBatch:
     """The `sequences` in flight on one model.
 
-    cuda_graph: decoding steps are recorded and replayed. strict: see `Recorder`.
+    cuda_graph: decoding steps and blocks of prompts are recorded and replayed. strict: of steps, see `Recorder`.
     """
 
     def __init__(self, model: PreTrainedModel, cuda_graph: bool = False, strict: bool = True) -> None:
         self._model = model
         self._recorder = Recorder(model, strict) if cuda_graph else None
-        self._blocks = BlockRecorder(model, strict=False) if cuda_graph else None
+        self._blocks = Recorder(model, strict=False) if cuda_graph else None
         self._layout = layout_of(model.config)
         self._cache: KVCache | None = None
         self._recorded: KVCache | None = None  # with sequences whose steps are recorded
@@ -74,11 +73,11 @@ class DecodeBatch:
         return [[one] for one in requests] if any(map(self._switches, requests)) else [requests]
 
     def _switches(self, request: Request) -> bool:
-        return self._layout.rotates_by_length(request.input_ids.shape[1] + request.max_new_tokens)
+        return self._layout.rotates_by_length(request.length + request.max_new_tokens)
 
     def shares_prompt(self, first: Request, second: Request) -> bool:
         """Whether one prefill serves both requests: they have the same prompt or context."""
-        if first.turns or second.turns or first.context_tokens != second.context_tokens:
+        if first.is_turn or second.is_turn or first.asks("question") != second.asks("question"):
             return False
         return torch.equal(first.prompt, second.prompt) and not any(map(self._switches, (first, second)))
 
@@ -93,34 +92,34 @@ class DecodeBatch:
         self,
         requests: Sequence[Request],
         policies: Sequence[Policy],
-        histories: Sequence[History | None] = (),
+        played: Sequence[Played | None] = (),
         reference: Policy | None = None,
     ) -> list[list[LiveSequence]]:
         """Admit questions about one context, or samples of one prompt (`shares_prompt`), with one prefill.
 
-        histories: for a turn of a conversation, the turns before it under each policy; they are continued in place.
-        reference: compare all sequences with a sequence of this policy (`engine.divergence`). It has the first of the
-        histories, is part of the batch until the others have finished, and is not returned.
+        played: for a turn of a conversation, the turns before it under each policy; they are continued in place.
+        reference: compare all sequences with a sequence of this policy (`engine.divergence`). It has the first of
+        `played`, is part of the batch until the others have finished, and is not returned.
         """
-        return self.admit_prompts([requests], policies, histories, reference)[0]
+        return self.admit_prompts([requests], policies, played, reference)[0]
 
     @torch.inference_mode()
     def admit_prompts(
         self,
         prompts: Sequence[Sequence[Request]],
         policies: Sequence[Policy],
-        histories: Sequence[History | None] = (),
+        played: Sequence[Played | None] = (),
         reference: Policy | None = None,
     ) -> list[list[list[LiveSequence]]]:
-        """`admit_questions` for several prompts; their blocks are rows of one call. histories: of the first prompt."""
+        """`admit_questions` for several prompts; their blocks are rows of one call. played: of the first prompt."""
         for requests in prompts:
             assert all(map(self.can_admit, requests))
             assert all(self.shares_prompt(requests[0], request) for request in requests[1:])
         policies = policies if reference is None else [reference, *policies]
         rows = [[[new_sequence(one, policy) for policy in policies] for one in requests] for requests in prompts]
         comparisons = [Comparison(first, others) for first, *others in chain(*rows) if reference is not None]
-        for sequence, history in zip(rows[0][0], histories, strict=False):
-            sequence.history = history
+        for sequence, before in zip(rows[0][0], played, strict=False):
+            sequence.played = before
         prefill_prompts(self._model, rows, self._blocks)
         for comparison in comparisons:
             comparison.advance()
@@ -189,14 +188,15 @@ class DecodeBatch:
         self.drop(sequences)
         for sequence in sequences:
             request, peak = sequence.request, sequence.held.peak_nbytes
-            if request.turns:
+            if request.is_turn:
                 sequence.error = ValueError(
                     f"a conversation exceeds {sequence.position} tokens while it is answered, where this model needs "
                     "other rotary factors for all of it (longrope): use shorter conversations, or longer prompts"
                 )
                 continue
-            answer = request.input_ids.new_tensor([sequence.tokens])
-            sequence.request = replace(request, input_ids=torch.cat([request.input_ids, answer], dim=1))
+            *before, last = request.script
+            fed = torch.cat([last.tokens, last.tokens.new_tensor([sequence.tokens])], dim=1)
+            sequence.request = replace(request, script=(*before, replace(last, tokens=fed)))
             sequence.decode_steps += 1
             prefill_prompts(self._model, [[[sequence]]])
             if sequence.error is None:
@@ -211,7 +211,7 @@ class DecodeBatch:
         """One call of the model for the sequences of a cache."""
         live = {sequence.held: sequence for sequence in self.sequences}
         rows = [None if held is None else live[held] for held in cache.begin_step(pads=cache is self._recorded)]
-        device = self.sequences[0].request.input_ids.device
+        device = self.sequences[0].request.prompt.device
         tokens = torch.tensor([[0 if one is None else one.tokens[-1]] for one in rows], device=device)
         places = torch.tensor([[0 if one is None else one.position] for one in rows], device=device)
         found = {row: sequence for row, sequence in enumerate(rows) if sequence is not None}

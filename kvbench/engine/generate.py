@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.copies import together
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import now
-from kvbench.engine.sequence import LiveSequence, Request, TokenSampler
+from kvbench.engine.sequence import LiveSequence, Request, TokenSampler, script_of
 from kvbench.models.replay import can_replay, check_graph
 from kvbench.policies.policy import Policy
 
@@ -78,6 +78,7 @@ def generate_tokens(
     question: int | Sequence[int] | None = None,
     samplers: Sequence[TokenSampler] = (),
     examples: Sequence[tuple[int, int]] = (),
+    context_tokens: int | None = None,
     **request: Any,  # noqa: ANN401 - fields of Request
 ) -> Generation:
     """Generate for prompts input_ids [B,T], left-padded where attention_mask [B,T] is 0.
@@ -85,7 +86,8 @@ def generate_tokens(
     Each row is a sequence with its own cache: its tokens do not depend on the other rows. It ends at an EOS id, when
     `stop` is true for its new tokens, or after max_new_tokens. cuda_graph: decoding steps are recorded and replayed.
     question: position of the question in the prompt, one number or one per row. samplers: one per row; (): greedy
-    decoding. examples: `Request.example` of each row; (): none. request: other fields of `Request`.
+    decoding. examples: `Request.example` of each row; (): none. context_tokens: length of the context that is
+    compressed before its question. request: other fields of `Request`.
 
     Raises BudgetError if a cache holds more than its policy allows, FloatingPointError if logits are not numbers,
     and ValueError for an empty prompt, for padding on the right, and if steps cannot be recorded or a context cannot be
@@ -93,14 +95,14 @@ def generate_tokens(
     """
     rows = len(input_ids)
     mask = padding(input_ids, attention_mask)
-    if request.get("context_tokens") is not None and mask is not None:
+    if context_tokens is not None and mask is not None:
         raise ValueError("compress=context needs prompts without padding, whose contexts have one length")
     questions = question if isinstance(question, Sequence) else [question] * rows
     if len(questions) != rows:
         raise ValueError(f"question has {len(questions)} positions, but the batch has {rows} sequences")
     requests = [
         Request(
-            input_ids[row : row + 1] if mask is None else input_ids[row : row + 1, mask[row]],
+            script_of(ids if mask is None else ids[:, mask[row]], context_tokens),
             max_new_tokens,
             eos_token_ids=tuple(eos_token_ids),
             question=questions[row],
@@ -108,7 +110,7 @@ def generate_tokens(
             example=examples[row] if examples else None,
             **request,
         )
-        for row in range(rows)
+        for row, ids in enumerate(input_ids.split(1))
     ]
     return generate(model, requests, policy, cuda_graph)
 

@@ -19,9 +19,9 @@ from kvbench.cache.families import layout_of, reset_rotation
 from kvbench.engine.given import append_given, given_singly, given_size
 from kvbench.engine.logits import next_logits, now
 from kvbench.engine.pre_pass import open_cache, pre_pass
-from kvbench.engine.recorded_blocks import CALL_TOKENS, BlockRecorder
+from kvbench.engine.recorder import CALL_TOKENS, Recorder
 from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
-from kvbench.engine.sequence import History, LiveSequence, choose_next
+from kvbench.engine.sequence import LiveSequence, Played, choose_next
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
 from kvbench.run.run import check_context
@@ -36,28 +36,19 @@ def prefill(
     cache: KVCache,
     encoder: TextEncoder | None = None,
     size: int | None = None,
-    recorder: BlockRecorder | None = None,
 ) -> Tensor:
     """Append prompts ids [B,T] in calls of `size` tokens; returns the logits after the last token, [B,V].
 
-    size: None: the best size for the cache's policy. encoder: tokenizer for pre-passes that contain text. recorder:
-    records and replays equal blocks.
+    size: None: the best size for the cache's policy. encoder: tokenizer for pre-passes that contain text.
     """
-    begin, total = cache.seen, ids.shape[1]
-    end = begin + total
+    begin = cache.seen
     if not begin:
         reset_rotation(model)
-    size = size or call_size(model, cache.policy, begin, total)
-    first = size if recorder is None else recorder.first_call(cache, size, total)
-    lengths = min(first, total), *(min(size, total - start) for start in range(first, total, size))
-    for block in ids.split(lengths, dim=1):
+    for block in ids.split(size or call_size(model, cache.policy, begin, ids.shape[1]), dim=1):
         positions = torch.arange(begin, begin + block.shape[1], device=ids.device).expand_as(block)
         begin += block.shape[1]
         with pre_pass(model, cache, ids, encoder):
-            if recorder is None:
-                logits = next_logits(model, block, positions, cache)
-            else:
-                logits = recorder(block, positions, cache, last=begin == end)
+            logits = next_logits(model, block, positions, cache)
     return logits
 
 
@@ -70,25 +61,23 @@ def call_size(model: PreTrainedModel, policy: Policy, begin: int, total: int) ->
 
 # --- prompts, each for the sequences of all questions about it -------------------------------------------------------
 def prefill_prompts(
-    model: PreTrainedModel, prompts: Sequence[Sequence[Sequences]], recorder: BlockRecorder | None = None
+    model: PreTrainedModel, prompts: Sequence[Sequence[Sequences]], recorder: Recorder | None = None
 ) -> None:
     """Prefill prompts and choose the token after each, for the sequences of every question about it.
 
     The sequences of all questions have the same policies in the same order, except for the seeds of random numbers.
-    Blocks of several prompts are rows of one call. Turns of a conversation come one at a time. A sequence that fails
-    has its error afterwards.
+    Blocks of several prompts are rows of one call. A sequence that fails has its error afterwards.
     """
     blocks: dict[int, list[Sequence[Sequences]]] = {}
     for questions in prompts:
-        if questions[0][0].request.turns:
-            assert len(questions) == 1, "turns continue from different caches"
-            _prefill_turn(model, questions[0])
-            continue
-        for part in _parts(model, questions):
-            if len(prompts) > 1 and all(blocks_join(one.policy, _length(one)) for one in part[0]):
+        new = [[sequence for sequence in some if sequence.played is None] for some in questions]
+        for sequence in (sequence for sequence in chain(*questions) if sequence.played is not None):
+            _play(model, [sequence], None, 1)
+        for part in _parts(model, new):
+            if all(blocks_join(model, one.policy, _length(one)) for one in part[0]):
                 blocks.setdefault(_block(part[0][0]), []).append(part)
             else:
-                _prefill_questions(model, part, recorder)
+                _prefill_questions(model, part)
     for size, parts in blocks.items():
         while parts:
             rows = list(accumulate(len(part[0]) for part in parts))
@@ -97,9 +86,9 @@ def prefill_prompts(
             del parts[:fit]
 
 
-def blocks_join(policy: Policy, tokens: int) -> bool:
+def blocks_join(model: PreTrainedModel, policy: Policy, tokens: int) -> bool:
     """Whether blocks of a prompt of this many tokens can be rows of a call with those of other prompts."""
-    return policy.pre_pass is None and policy.schedule.call_size(tokens) < tokens
+    return policy.pre_pass is None and call_size(model, policy, 0, tokens) < tokens
 
 
 def _parts(model: PreTrainedModel, questions: Sequence[Sequences]) -> Iterator[Sequence[Sequences]]:
@@ -135,10 +124,10 @@ def _batches(model: PreTrainedModel, sequences: Sequences) -> Iterator[list[Live
         yield whole
 
 
-def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences], recorder: BlockRecorder | None) -> None:
+def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences]) -> None:
     """Prefill for the sequences of the first question, copy their caches for the others, and append the questions."""
     try:
-        logits, opened = _prefill(model, questions[0], recorder)
+        logits, opened = _prefill(model, questions[0])
     except Exception as error:  # of the model or the memory: it ends these sequences and no others
         _fail(chain(*questions), error)
         return
@@ -157,11 +146,11 @@ def _ask(model: PreTrainedModel, questions: Sequence[Sequences], logits: Tensor,
         _fail(chain(*questions), error)
         return
     for question in questions:
-        _start([sequence for sequence in question if sequence.cache is not None], logits, sharing, model)
+        _play(model, [sequence for sequence in question if sequence.cache is not None], logits, sharing)
 
 
 def _prefill_blocks(
-    model: PreTrainedModel, prompts: Sequence[Sequence[Sequences]], size: int, recorder: BlockRecorder | None
+    model: PreTrainedModel, prompts: Sequence[Sequence[Sequences]], size: int, recorder: Recorder | None
 ) -> None:
     """Prefill prompts in blocks of one size: each call has a block of every prompt that has a whole one left."""
     try:
@@ -181,7 +170,7 @@ def _block_calls(
     ids: Sequence[Tensor],
     caches: Sequence[Sequence[KVCache]],
     size: int,
-    recorder: BlockRecorder | None,
+    recorder: Recorder | None,
 ) -> list[Tensor]:
     """The logits [S,V] after each prompt ids [1,T], for its caches; no logits for a prompt without a cache."""
     found = [prompt.new_zeros(0, 0, dtype=torch.float32) for prompt in ids]
@@ -221,9 +210,7 @@ def _fail(sequences: Iterable[LiveSequence], error: Exception) -> None:
         sequence.error = sequence.error or error
 
 
-def _prefill(
-    model: PreTrainedModel, sequences: Sequences, recorder: BlockRecorder | None = None
-) -> tuple[Tensor, list[LiveSequence]]:
+def _prefill(model: PreTrainedModel, sequences: Sequences) -> tuple[Tensor, list[LiveSequence]]:
     """Create the caches of sequences and prefill their prompt; also the sequences whose caches could be created.
 
     The logits after the prompt: [1,V] if all sequences share one call, [S,V] if they prefill in blocks.
@@ -237,90 +224,87 @@ def _prefill(
     whole = size >= ids.shape[1]
     cache = together(caches, whole and len(caches) > 1)
     prompts = ids.expand(1 if whole else len(caches), -1)
-    return prefill(model, prompts, cache, sequences[0].request.encoder, size, recorder), opened
+    return prefill(model, prompts, cache, sequences[0].request.encoder, size), opened
 
 
 def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
     """Create the cache of each sequence; returns the tokens [1,T] that they prefill."""
     request = sequences[0].request
-    ids = request.prompt
+    ids, asks = request.prompt, request.asks("question")
     for sequence in sequences:
         try:
-            if request.context_tokens is not None:
+            if asks:
                 check_context(sequence.policy)
-            kind = KVCache if request.target is None else WatchedCache
+            kind = WatchedCache if request.asks("scored") else KVCache
             ids, sequence.cache = open_cache(model, request.prompt, sequence.policy, kind, request.question)
             held = sequence.cache.sequence
-            held.isolated, held.takes_several = True, held.takes_several or request.context_tokens is not None
+            held.isolated, held.takes_several = True, held.takes_several or asks
         except ValueError as error:
             sequence.error = error
     return ids
 
 
-def _prefill_turn(model: PreTrainedModel, sequences: Sequences) -> None:
-    """Append the prompts of a conversation up to this turn to the history of each sequence; choose the next tokens.
+def _play(model: PreTrainedModel, sequences: Sequences, logits: Tensor | None, sharing: int) -> None:
+    """Feed the rest of the script, and choose the next token; logits [1 or S,V] after what is in the caches.
 
-    Sequences without a history begin with the first prompt, in calls that they share.
+    Further prompts come one sequence at a time, because their caches may continue from different answers.
     """
-    for batch in _batches(model, [sequence for sequence in sequences if sequence.history is None]):
+    if not sequences or not sequences[0].request.is_turn:
+        _end_script(model, sequences, logits, sharing)
+        return
+    for index, sequence in enumerate(sequences):
+        own = None if logits is None else logits[index % len(logits)][None]
         try:
-            logits, opened = _prefill(model, batch)
+            own = _next_prompts(model, sequence, own)
         except Exception as error:
-            _fail(batch, error)
-            continue
-        for index, sequence in enumerate(opened):
-            assert sequence.cache is not None
-            sequence.history, sequence.sharing = History(sequence.cache), len(opened)
-            sequence.logits = logits[index % len(logits)][None]
-    for sequence in sequences:
-        if sequence.error is None and sequence.history is not None:
-            try:
-                _append_turns(model, sequence, sequence.history)
-            except Exception as error:
-                sequence.error = error
+            sequence.error = sequence.error or error
+        else:
+            _end_script(model, [sequence], own, sharing)
 
 
-def _append_turns(model: PreTrainedModel, sequence: LiveSequence, history: History) -> None:
-    """Append the prompts that a conversation does not have yet, and choose the next token."""
-    request, logits = sequence.request, sequence.logits
-    pending = history.pending
-    for ids in request.prompts[history.turns :]:
-        prompt = torch.cat([ids.new_tensor([pending]), ids], dim=1) if pending else ids
-        history.cache.next_prompt(prompt.shape[1])
-        logits, pending = prefill(model, prompt, history.cache, request.encoder), ()
-    assert logits is not None, "a turn has a prompt of its own"
-    sequence.cache, sequence.history = history.cache, None
+def _next_prompts(model: PreTrainedModel, sequence: LiveSequence, logits: Tensor | None) -> Tensor | None:
+    """Append the prompts of a conversation that are not in its cache yet; the logits [1,V] after the last one."""
+    request, cache = sequence.request, sequence.cache
+    if sequence.played is None:
+        assert cache is not None
+        sequence.played = Played(cache)
+    played, sequence.played = sequence.played, None
+    sequence.cache, pending = played.cache, played.pending
+    for feed in request.script[played.feeds :]:
+        prompt = torch.cat([feed.tokens.new_tensor([pending]), feed.tokens], dim=1) if pending else feed.tokens
+        played.cache.next_prompt(prompt.shape[1])
+        logits, pending = prefill(model, prompt, played.cache, request.encoder), ()
     if request.next_turn == "golden":
-        sequence.history = History(fork(history.cache), len(request.turns))
-    _start([sequence], logits, sequence.sharing, model)
+        sequence.played = Played(fork(played.cache), len(request.script))
+    return logits
 
 
-def _start(sequences: Sequences, logits: Tensor, sharing: int, model: PreTrainedModel) -> None:
-    """Append the question after a context, if any, and choose the next token; logits [1 or S,V] after the prompt.
-
-    Of a request with a target, score its tokens instead.
-    """
+def _end_script(model: PreTrainedModel, sequences: Sequences, logits: Tensor | None, sharing: int) -> None:
+    """After the prompts, append a question or score tokens, and choose the next token; logits [1 or S,V]."""
     if not sequences:
         return
+    request = sequences[0].request
+    last = request.script[-1]
     try:
-        if sequences[0].request.target is None:
-            logits = _append_question(model, sequences, logits)
+        assert logits is not None, "a turn has a prompt of its own"
+        if last.kind == "scored":
+            _score(model, sequences, last.tokens, logits)
         else:
-            _score_target(model, sequences, sequences[0].request.target, logits)
+            question = last.tokens if last.kind == "question" else last.tokens[:, :0]
+            logits = _append_question(model, sequences, question, logits)
     except Exception as error:
         _fail(sequences, error)
         return
     for sequence in sequences:
         sequence.sharing = sharing
         sequence.position, sequence.error = sequence.held.columns, sequence.error or sequence.held.error
-    if sequences[0].request.target is None:
+    if last.kind != "scored":
         choose_next(sequences, logits)
 
 
-def _append_question(model: PreTrainedModel, sequences: Sequences, logits: Tensor) -> Tensor:
-    """Append the question after a context: the logits after it [S,V]; without question those given, [1 or S,V]."""
+def _append_question(model: PreTrainedModel, sequences: Sequences, question: Tensor, logits: Tensor) -> Tensor:
+    """Append a question [1,M] after a context: the logits after it [S,V]; of an empty one those given, [1 or S,V]."""
     request = sequences[0].request
-    question = request.later
     for sequence in sequences if request.next_turn != "own" else ():
         assert sequence.cache is not None
         sequence.cache.expect(question.shape[1] + request.max_new_tokens - 1)  # the last token is never stored
@@ -332,7 +316,7 @@ def _append_question(model: PreTrainedModel, sequences: Sequences, logits: Tenso
     return logits
 
 
-def _score_target(model: PreTrainedModel, sequences: Sequences, target: Tensor, logits: Tensor) -> None:
+def _score(model: PreTrainedModel, sequences: Sequences, target: Tensor, logits: Tensor) -> None:
     """Score the tokens [1,M] after a prompt under each sequence; logits [1 or S,V] before the first of them."""
     began, fed = now(model), target[:, :-1]
     logits = logits.expand(len(sequences), -1)
@@ -343,7 +327,7 @@ def _score_target(model: PreTrainedModel, sequences: Sequences, target: Tensor, 
         sequence.cache.expect(fed.shape[1])
         sequence.cache.watch()
     report = sequences[0].request.report or (lambda tokens: None)
-    report(len(sequences) * sequences[0].request.input_ids.shape[1])
+    report(len(sequences) * sequences[0].request.length)
     for some, out in _append_to_all(model, sequences, fed, logits, fitting(model)) if fed.shape[1] else ():
         report(out.shape[0] * out.shape[1])
         for index, rows in zip(some, out, strict=True):

@@ -93,6 +93,7 @@ def generate(model: PreTrainedModel, request: Request, policy: KVPress) -> Gener
     _check_model(model, policy)
     began = now(model)
     prompt, sequence, cache = request.prompt, LiveSequence(request, policy), PressedCache()
+    question = torch.cat([prompt[:, :0], *(feed.tokens for feed in request.script[1:])], dim=1)
     with _press_errors(policy):
         press = press_for(policy, prompt.shape[1])
     active = decodes(press)
@@ -107,7 +108,7 @@ def generate(model: PreTrainedModel, request: Request, policy: KVPress) -> Gener
             if active:
                 contexts.enter_context(press(model))
                 contexts.enter_context(_recording_peak(model, cache, press))
-            for tokens in _question_calls(request.later, cache, active):
+            for tokens in _question_calls(question, cache, active):
                 logits = _append(model, sequence, tokens, cache)
             choose_next([sequence], logits)
             prefilled = now(model)
@@ -118,8 +119,8 @@ def generate(model: PreTrainedModel, request: Request, policy: KVPress) -> Gener
         cache.masked = _masked(model, cache)
     if sequence.error is not None:
         raise sequence.error
-    cache.seen = request.input_ids.shape[1] + sequence.decode_steps
-    _audit(policy, press, cache, sequence.decode_steps, request.later.shape[1])
+    cache.seen = request.length + sequence.decode_steps
+    _audit(policy, press, cache, sequence.decode_steps, question.shape[1])
     times = prefilled - began, now(model) - prefilled
     return Generation([sequence.tokens], cache, *times, sequence.decode_steps, {"masked_tokens": cache.masked})
 

@@ -15,6 +15,8 @@ from functools import partial
 from itertools import chain, islice, takewhile
 from typing import Any, NoReturn
 
+from transformers import PreTrainedModel
+
 from kvbench.engine.answers import (
     FAILURES,
     OUT_OF_MEMORY,
@@ -38,7 +40,7 @@ from kvbench.engine.pace import Pace, Work
 from kvbench.engine.prefill import blocks_join
 from kvbench.engine.prompts import in_batch
 from kvbench.engine.run_writer import RunWriter, WorkItem, one_by_one
-from kvbench.engine.sequence import History, LiveSequence, Request
+from kvbench.engine.sequence import LiveSequence, Played, Request
 from kvbench.engine.teacher_forcing import policy_for
 from kvbench.errors import counted, one_line
 from kvbench.models.loading import LoadedModel
@@ -112,7 +114,7 @@ class Scheduler:
         self._in_flight: dict[LiveSequence, _InFlight] = {}
         self._starts: dict[int, float] = {}  # of examples, by index
         # by conversation, run (None: the reference of comparisons) and sample
-        self._histories: dict[tuple[int, RunWriter | None, int | None], History] = {}
+        self._played: dict[tuple[int, RunWriter | None, int | None], Played] = {}
 
     def _new_batch(self) -> DecodeBatch:
         return DecodeBatch(self._loaded.model, self._graph, strict=False)
@@ -172,8 +174,9 @@ class Scheduler:
     def _beside(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
         """The next examples for the same runs whose blocks can be rows of the calls with those of the first one."""
         found: list[WorkItem] = []
-        for one in islice(self._waiting, 1, None) if _blocks_join(first) else ():
-            joins = one.live == runs and _blocks_join(one) and self._batch.can_admit(self._request(one))
+        model = self._loaded.model
+        for one in islice(self._waiting, 1, None) if _blocks_join(model, first) else ():
+            joins = one.live == runs and _blocks_join(model, one) and self._batch.can_admit(self._request(one))
             if not (joins and self._may_start(one, len(runs), [first, *found])):
                 break
             found.append(one)
@@ -212,8 +215,8 @@ class Scheduler:
         some = list(chain(*groups))
         count, tokens = len(some) * len(runs), sum(len(group[0].prompt.ids) for group in groups)
         requests = [list(map(self._request, group)) for group in groups]
-        histories = [self._history(first, run) for run in runs]
-        if first.prompt.own and len(first.prompt.turns) > 1 and None in histories:  # runs with own answers are alone
+        played = [self._history(first, run) for run in runs]
+        if first.prompt.own and len(first.prompt.turns) > 1 and None in played:  # runs with own answers are alone
             error = HistoryError("the answer of an earlier turn failed, so this turn has no history")
             self._deliver(runs[0], first.prompt, partial(_raise, error))
             return
@@ -226,7 +229,7 @@ class Scheduler:
             policies = [policy_for(run.run.policy, first.prompt) for run in runs]
             reference = full_cache() if run.task.divergence else None
             before_it = [] if reference is None else [self._history(first, None)]
-            admitted = self._batch.admit_prompts(requests, policies, [*before_it, *histories], reference)
+            admitted = self._batch.admit_prompts(requests, policies, [*before_it, *played], reference)
         except Exception as error:
             self._fail(error, [(run, one.prompt) for one in some for run in runs])
             return
@@ -237,14 +240,14 @@ class Scheduler:
             taken = (peak(run.device) or 0) - allocated
             self._planner.measured(first.prompt, run, taken - (self._batch.nbytes - before))
         for one, own, start in zip(some, chain(*admitted), starts, strict=True):
-            for sequence, writer, history in zip(own, runs, histories, strict=True):
+            for sequence, writer, history in zip(own, runs, played, strict=True):
                 known = one.prompt.known if one is first else 0
                 recomputed = known if history is None else history.recomputed
                 self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed, start)
                 reader = None if sequence.comparison is None else sequence.comparison.reference
                 for key, kept in ((writer, sequence), (None, reader)):
-                    if kept is not None and kept.history is not None and kept.error is None:
-                        self._histories[one.conversation, key, one.prompt.sample] = kept.history
+                    if kept is not None and kept.played is not None and kept.error is None:
+                        self._played[one.conversation, key, one.prompt.sample] = kept.played
         in_flight = self._batch.in_flight
         for sequence, flight in self._in_flight.items():
             flight.begin(sequence)
@@ -253,11 +256,11 @@ class Scheduler:
         self._advance(0, f"{counted(in_flight, 'sequence')}, prefill")
 
     # --- conversations ---------------------------------------------------------------------------------------------
-    def _history(self, item: WorkItem, run: RunWriter | None) -> History | None:
+    def _history(self, item: WorkItem, run: RunWriter | None) -> Played | None:
         """The turns before this one under a run's policy, if they were computed. Histories of others are freed."""
-        self._histories = {key: one for key, one in self._histories.items() if key[0] == item.conversation}
-        found = self._histories.pop((item.conversation, run, item.prompt.sample), None)
-        return found if found is not None and found.turns < len(item.prompt.turns) else None
+        self._played = {key: one for key, one in self._played.items() if key[0] == item.conversation}
+        found = self._played.pop((item.conversation, run, item.prompt.sample), None)
+        return found if found is not None and found.feeds < len(item.prompt.turns) else None
 
     def _continues(self, item: WorkItem, runs: Iterable[RunWriter]) -> bool:
         """Whether a later turn of the conversation is waiting for one of the runs."""
@@ -311,8 +314,8 @@ class Scheduler:
         if sequence.error is None and sequence.cache is not None and prompt.own and self._continues(item, [flight.run]):
             pending = sequence.tokens[sequence.decode_steps :]
             again = sum(prompt.turns) if flight.run.has(prompt.example.index) else 0
-            history = History(sequence.cache, len(prompt.turns), pending, again)
-            self._histories[item.conversation, flight.run, prompt.sample] = history
+            played = Played(sequence.cache, len(prompt.turns), pending, again)
+            self._played[item.conversation, flight.run, prompt.sample] = played
 
     def _deliver(self, run: RunWriter, prompt: Prompt, compute: Callable[[], Sample]) -> None:
         """Write the sample of an example, or end its run by an error that is not one of the example."""
@@ -354,7 +357,7 @@ class Scheduler:
             del self._in_flight[sequence]
 
 
-def _blocks_join(item: WorkItem) -> bool:
+def _blocks_join(model: PreTrainedModel, item: WorkItem) -> bool:
     """Whether all runs of an item prefill its prompt in blocks, which can be rows of calls with those of others."""
     prompt = item.prompt
     own_rules = (
@@ -362,7 +365,7 @@ def _blocks_join(item: WorkItem) -> bool:
     )
     if own_rules or not in_batch(item.runs[0].run, prompt):
         return False
-    return all(blocks_join(run.run.policy, len(prompt.ids)) for run in item.runs)
+    return all(blocks_join(model, run.run.policy, len(prompt.ids)) for run in item.runs)
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -8,7 +8,6 @@ Shapes: S sequences, T prompt tokens, M tokens of a question, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from random import Random
 from typing import Literal, Protocol
 
@@ -37,83 +36,108 @@ class TokenSampler:
         return self._random.random()
 
 
-@dataclass(frozen=True)
-class Request:
-    """One example to answer, input_ids [1,T]: everything that all policies have in common.
+@dataclass(frozen=True, eq=False)
+class Feed:
+    """Tokens [1,M] of a script.
 
-    context_tokens: length of the context that policies compress; the remaining tokens are a question about it. None:
-    all tokens are the prompt. question: position of the question in the prompt, for policies that use it (FINCH).
-    encoder: tokenizer for policies whose pre-pass contains text (KVzip). stop: ends the answer when it is true for the
-    tokens generated so far. sampler: makes the random numbers of one answer; None: greedy decoding. turns: number of
-    prompt tokens of each turn of a conversation, of which the last turn is answered. dictated: tokens with which the
-    answer begins; they count towards max_new_tokens and min_new_tokens. given: they are the whole answer. example: seed
-    of the run and index of the example, for policies that use random numbers; None: their own seed. parts: positions of
-    the first tokens of the parts of the prompt that the task names. protected: positions [first, end) of the parts that
-    protect=span keeps.
-    target: tokens [1,M] after the prompt, which are scored; no answer follows. report: called with the number of
-    tokens, over all sequences, after the prompt and after every call that scores some. next_turn: what the next turn
-    continues from: "golden": a copy of the cache before the answer; "own": the cache after the answer; None: no turn
-    follows. Raises ValueError for an empty prompt.
+    kind: after a "prompt", the policy compresses all tokens so far. A "question" follows a compressed context, and
+    "scored" tokens follow a prompt; each of their tokens counts as decoded. ValueError for no tokens.
     """
 
-    input_ids: Tensor
+    tokens: Tensor
+    kind: Literal["prompt", "question", "scored"] = "prompt"
+
+    def __post_init__(self) -> None:
+        if self.tokens.shape[1] == 0:
+            raise ValueError(f"a {self.kind} needs at least one token")
+
+    @property
+    def length(self) -> int:
+        """The number of its tokens."""
+        return self.tokens.shape[1]
+
+
+def script_of(
+    ids: Tensor, context: int | None = None, turns: Sequence[int] = (), scored: Tensor | None = None
+) -> tuple[Feed, ...]:
+    """The script of a text ids [1,T] and of the tokens [1,M] after it that are scored.
+
+    context: length of the context that policies compress; the other tokens are a question about it. turns: number of
+    prompt tokens of each turn of a conversation. Raises ValueError if context or question is empty.
+    """
+    if context is not None and not 0 < context < ids.shape[1]:
+        raise ValueError(
+            "compress=context needs at least one token of context and one of the question, got "
+            f"{context} tokens of context in a prompt of {ids.shape[1]}"
+        )
+    script = [Feed(part) for part in (ids.split(list(turns), dim=1) if turns else [ids[:, :context]])]
+    script += [] if context is None else [Feed(ids[:, context:], "question")]
+    return *script, *([] if scored is None else [Feed(scored, "scored")])
+
+
+@dataclass(frozen=True)
+class Request:
+    """One example to answer: everything that all policies have in common.
+
+    script: what is fed, in order, before the answer: a prompt, or one for each turn of a conversation; then perhaps a
+    question, or tokens that are scored, after which no answer follows. question: position of the question in the
+    prompt, for policies that use it (FINCH). encoder: tokenizer for policies whose pre-pass contains text (KVzip).
+    stop: ends the answer when it is true for the tokens generated so far. sampler: makes the random numbers of one
+    answer; None: greedy decoding. dictated: tokens with which the answer begins; they count towards max_new_tokens and
+    min_new_tokens. given: they are the whole answer. example: seed of the run and index of the example, for policies
+    that use random numbers; None: their own seed. parts: positions of the first tokens of the parts of the prompt that
+    the task names. protected: positions [first, end) of the parts that protect=span keeps. report: called with the
+    number of tokens, over all sequences, after the prompt and after every call that scores some. next_turn: what the
+    next turn continues from: "golden": a copy of the cache before the answer; "own": the cache after the answer; None:
+    no turn follows.
+    """
+
+    script: tuple[Feed, ...]
     max_new_tokens: int
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     stop: Callable[[list[int]], bool] | None = None
-    context_tokens: int | None = None
     question: int | None = None
     encoder: TextEncoder | None = None
     sampler: Callable[[], TokenSampler] | None = None
-    turns: tuple[int, ...] = ()
     dictated: tuple[int, ...] = ()
     given: bool = False
     example: tuple[int, int] | None = None
     parts: tuple[int, ...] = ()
     protected: tuple[tuple[int, int], ...] = ()
-    target: Tensor | None = None
     report: Callable[[int], None] | None = None
     next_turn: Literal["golden", "own"] | None = None
 
-    def __post_init__(self) -> None:
-        if self.input_ids.shape[1] == 0:
-            raise ValueError("a prompt needs at least one token")
-
     @property
     def prompt(self) -> Tensor:
-        """The tokens that policies compress first, [1,T]. Raises ValueError if context or question is empty."""
-        tokens = self.input_ids.shape[1]
-        if self.turns:
-            return self.input_ids[:, : self.turns[0]]
-        if self.context_tokens is not None and not 0 < self.context_tokens < tokens:
-            raise ValueError(
-                "compress=context needs at least one token of context and one of the question, got "
-                f"{self.context_tokens} tokens of context in a prompt of {tokens}"
-            )
-        return self.input_ids[:, : self.context_tokens]
+        """The tokens that policies compress first, [1,T]."""
+        return self.script[0].tokens
 
     @property
-    def later(self) -> Tensor:
-        """The question after a context, [1,M]; empty without context."""
-        return self.input_ids[:, self.input_ids.shape[1] if self.turns else self.prompt.shape[1] :]
+    def length(self) -> int:
+        """Tokens before the answer, or before those that are scored."""
+        return sum(feed.length for feed in self.script if feed.kind != "scored")
 
     @property
-    def prompts(self) -> tuple[Tensor, ...]:
-        """The prompt of each turn, [1,T]."""
-        ends = zip(self.turns, accumulate(self.turns), strict=True)
-        return tuple(self.input_ids[:, end - size : end] for size, end in ends)
+    def is_turn(self) -> bool:
+        """Whether it is a turn of a conversation."""
+        return self.next_turn is not None or sum(feed.kind == "prompt" for feed in self.script) > 1
+
+    def asks(self, kind: str) -> bool:
+        """Whether a feed of this kind is in the script."""
+        return any(feed.kind == kind for feed in self.script)
 
 
 @dataclass
-class History:
-    """The first `turns` turns of a conversation in a cache, from which its next turn continues.
+class Played:
+    """A cache with the first `feeds` feeds of a script, from which the rest continues.
 
     pending: tokens of the last answer that are not in the cache. recomputed: prompt tokens that an earlier process had
     computed too.
     """
 
     cache: KVCache
-    turns: int = 1
+    feeds: int = 1
     pending: Sequence[int] = ()
     recomputed: int = 0
 
@@ -140,8 +164,8 @@ class LiveSequence:
     cache: None if it could not be created; up to date when the sequence has finished. position: of the next token.
     sharing: number of sequences that used the same prefill. decode_steps: tokens fed after the prompt. tokens: the
     answer without EOS. complete: the answer has ended. error: the exception that ended it early; the other fields are
-    then undefined. logits: [1,V] after the last token, for policies that rate tokens. history: of a conversation: the
-    turns before this one; after the prefill, what the next turn continues from. scores: of the request's target.
+    then undefined. logits: [1,V] after the last token, for policies that rate tokens. played: of a conversation: what
+    of the script is in a cache already; after the prefill, what the next turn continues from. scores: of scored tokens.
     comparison: chooses its tokens together with those of the full cache, with which it is compared.
     """
 
@@ -155,7 +179,7 @@ class LiveSequence:
     complete: bool = False
     error: Exception | None = None
     logits: Tensor | None = field(default=None, repr=False)
-    history: History | None = None
+    played: Played | None = None
     scores: Scores | None = None
     comparison: "Compared | None" = None
 

@@ -21,7 +21,7 @@ from kvbench.engine.given import GIVEN_TOKENS, append_given
 from kvbench.engine.logits import now
 from kvbench.engine.prefill import prefill_prompts
 from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.models.prompt import Prompt
 from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
@@ -53,7 +53,8 @@ def continuation_scores(
             "one prompt and one continuation are scored at a time, each with at least one token; got "
             f"{list(prompt.shape)} and {list(continuation.shape)} tokens"
         )
-    sequence = LiveSequence(Request(prompt, continuation.shape[1], encoder=encoder, target=continuation), policy)
+    script = script_of(prompt, scored=continuation)
+    sequence = LiveSequence(Request(script, continuation.shape[1], encoder=encoder), policy)
     prefill_prompts(model, [[[sequence]]])
     if sequence.error is not None:
         raise sequence.error

@@ -81,7 +81,7 @@ def keeps_all(identity: Mapping[str, Any]) -> bool:
     """Whether the run is one of the full cache, whatever its name: nothing is evicted or quantized."""
     policy = identity["policy"]
     others = any(policy.get(part) is not None for part in ("pre_pass", "reader"))
-    own = policy.get("class", POLICY) == POLICY and policy.get("scorer", "") is None
+    own = str(policy.get("class", POLICY)).split(".")[-1] == "Policy" and policy.get("scorer", "") is None
     return own and not others and policy["store"]["class"].split(".")[-1] == "Dense"
 
 

@@ -136,7 +136,8 @@ def _check(row: Result) -> None:
         raise TypeError("names must be texts")
     if budget is not None and not (isinstance(budget, int | float) and 0 < budget < inf):
         raise ValueError(f"budget={budget} is not allowed")
-    _ = row.setting, row.is_full, row.when, row.weights, row.device, row.bits_per_number, machine(row.environment)
+    _ = row.setting, row.is_full, row.when, row.weights, row.device, row.bits_per_number, row.value
+    _ = machine(row.environment)
     _ = names(naming, row.identity), row.identity["generation"]["decoding"]
     if not is_environment(row.environment):
         raise ValueError("environment.json does not describe a machine and its software")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, choice
-from kvbench.policies.constants import on_host
+from kvbench.policies.constants import is_checked
 
 BITS = (2, 4, 8)
 WORD = 32
@@ -86,8 +86,7 @@ class Quantiser:
 
     def by_token(self, x: Tensor, group: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Codes of tokens [B,H,N,D] in groups of `group` channels: words [B,H,N,D/G,W], scale, minimum [B,H,N,D/G]."""
-        check = x.shape[2] > 1 or on_host(x)  # while decoding, the host would wait for a GPU at every token
-        return self.quantise(x.unflatten(3, (-1, group)), dtype, check)
+        return self.quantise(x.unflatten(3, (-1, group)), dtype, is_checked(x))
 
     def of_tokens(self, codes: Mapping[str, Tensor], group: int) -> Tensor:
         """The tokens of `by_token`, [B,H,N,D]."""

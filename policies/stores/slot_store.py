@@ -20,11 +20,13 @@ from kvbench.kernels.references import widen
 from kvbench.policies.observation import AttentionParams, SlotInfo, State
 from kvbench.policies.stores.slots import (
     GROWTH,
+    copy_each,
     extremes,
     owned,
     slots_in_order,
     spread_index,
     take,
+    writable,
 )
 from kvbench.policies.stores.store import LayerStore, Sizes
 
@@ -328,6 +330,11 @@ class SlotStore(LayerStore):
         return slots
 
     @property
+    def holds_exact(self) -> bool:
+        """Whether the slots in use have keys and values, not their codes."""
+        return "keys" in self.memory
+
+    @property
     def ragged(self) -> bool:
         """Whether heads may have, or will have, different numbers of slots."""
         return self._ragged or self.starts is not None
@@ -375,8 +382,7 @@ class SlotStore(LayerStore):
 
     def _move(self, slots: Tensor, spare: int) -> None:
         """Move slots [B,H,n] to the front, followed by `spare` empty ones."""
-        for name, x in self.memory.items():
-            self.memory[name] = _taken(name, x[:, :, : self.used], slots, spare)
+        _rewrite([self], slots, spare, {name: x[:, :, : self.used] for name, x in self.memory.items()})
 
     # --- segments of different lengths -----------------------------------------------------------------------------
     def _flatten(self, padded: Mapping[str, Tensor], counts: Tensor, spare: int) -> None:
@@ -405,20 +411,32 @@ class SlotStore(LayerStore):
 
 
 def keep_together(stores: Sequence[SlotStore], slots: Tensor, spare: int, contents: Mapping[str, Tensor]) -> None:
-    """`keep_slots` of n stores of equal shapes, whose tensors become views of one; slots [n,H,k].
+    """`keep_slots` of n stores of equal shapes; slots [n,H,k].
 
     contents: the slots in use of all stores by name, [n,H,C,...].
     """
-    for name, x in contents.items():
-        whole = _taken(name, x, slots, spare)
-        for row, store in enumerate(stores):
-            store.memory[name] = whole[row : row + 1]
+    for store in stores:
+        store.store_positions()
+    _rewrite(stores, slots, spare, contents)
     for store in stores:
         store.kept(slots.shape[2], spare)
 
 
-def _taken(name: str, x: Tensor, slots: Tensor, spare: int) -> Tensor:
-    """Slots [B,H,n] of a tensor [B,H,C,...] of a memory, followed by `spare` empty ones."""
-    found = take(x, F.pad(slots, (0, spare)))
-    found.narrow(2, slots.shape[2], spare).fill_(-1 if name == "positions" else 0)
-    return found
+def _rewrite(stores: Sequence[SlotStore], slots: Tensor, spare: int, contents: Mapping[str, Tensor]) -> None:
+    """Move slots [n,H,k] of n stores to their fronts, followed by `spare` empty ones.
+
+    Memory of the right size is written in place, so that a recorded block can be replayed; else the new tensors of all
+    stores are rows of one.
+    """
+    count, pairs = slots.shape[2], []
+    stays = all(store.first.shape[2] == count + spare and not store.lent and writable(store.first) for store in stores)
+    for name, x in contents.items():
+        whole = take(x, F.pad(slots, (0, spare)))
+        whole.narrow(2, count, spare).fill_(-1 if name == "positions" else 0)
+        for row, store in enumerate(stores):
+            own = whole if len(stores) == 1 else whole[row : row + 1]
+            if stays:
+                pairs.append((store.memory[name], own))
+            else:
+                store.memory[name] = own
+    copy_each(pairs)

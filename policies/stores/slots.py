@@ -56,6 +56,34 @@ def padded(parts: Sequence[Tensor], fill: float = 0, dim: int = 2) -> Tensor:
     return whole
 
 
+def rows_of(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors [1,...] of equal shapes as rows of one: a view if they are consecutive rows of a tensor, else a copy."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    size, whole = first.element_size(), first.untyped_storage().data_ptr()
+    gap = parts[1].data_ptr() - first.data_ptr()
+    for row, part in enumerate(parts):
+        there = part.data_ptr() == first.data_ptr() + row * gap and part.untyped_storage().data_ptr() == whole
+        if not there or part.stride() != first.stride() or gap < first[0].numel() * size:
+            return torch.cat(list(parts))
+    return first.as_strided((len(parts), *first.shape[1:]), (gap // size, *first.stride()[1:]))
+
+
+def writable(x: Tensor) -> bool:
+    """Whether a tensor may be changed in place: it has no gradient, and is not one of inference mode outside of it."""
+    return not x.requires_grad and (not x.is_inference() or torch.is_inference_mode_enabled())
+
+
+def copy_each(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first, with one launch for those of a dtype."""
+    equal: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for pair in pairs:
+        equal.setdefault(pair[0].dtype, []).append(pair)
+    for some in equal.values():
+        torch._foreach_copy_([into for into, _ in some], [x for _, x in some])
+
+
 def owned(x: Tensor) -> Tensor:
     """x, copied if it is a view of a larger tensor, which it would keep in memory (a fused projection, a batch)."""
     whole = x.untyped_storage().nbytes() <= x.nbytes

@@ -14,7 +14,7 @@ from kvbench.kernels.code_formats import Coded, fits
 from kvbench.kernels.references import NewTokens, append, decode_attention_flat_ref, widen
 from kvbench.kernels.tiles import decodes
 from kvbench.kernels.token_codes import append_codes, decode_codes
-from kvbench.policies.constants import on_host
+from kvbench.policies.constants import is_checked
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.code_attention import Outliers, attend_to_codes, cover, scores_by_block, weighted_by_block
 from kvbench.policies.stores.coding import Coding
@@ -305,6 +305,5 @@ def rotated(rotation: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
 
 def check_finite(x: Tensor) -> None:
     """ValueError for NaN and infinity; not on a GPU while decoding, which would synchronise for every token."""
-    if x.is_meta or (x.shape[2] == 1 and not on_host(x)) or bool(x.isfinite().all()):
-        return
-    raise ValueError("keys or values contain NaN or infinity")
+    if is_checked(x) and not bool(x.isfinite().all()):
+        raise ValueError("keys or values contain NaN or infinity")

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbench.kernels.code_formats import Format
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, number, whole_number
-from kvbench.policies.constants import on_host
+from kvbench.policies.constants import is_checked
 from kvbench.policies.stores.codec import Codec, TokenCodec
 from kvbench.policies.stores.per_token import WHOLE
 from kvbench.policies.stores.quantiser import from_bytes, look_up, to_bytes
@@ -121,7 +121,7 @@ class TurboQuant(TokenCodec):
         x = widen(x)
         norm = x.norm(dim=-1)
         held = norm.to(torch.float16)
-        if not (held.is_meta or (held.shape[2] == 1 and not on_host(held)) or bool(held.isfinite().all())):
+        if is_checked(held) and not bool(held.isfinite().all()):
             raise ValueError("norms of keys or values do not fit 16 bits (65504)")
         unit = x / norm.masked_fill(norm == 0, 1.0)[..., None] @ rotation.mT
         codes = torch.bucketize(unit, bounds)

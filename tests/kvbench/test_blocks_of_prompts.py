@@ -14,7 +14,7 @@ from kvbench import make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.compute import compute_runs
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.policies.policy import Policy
 
 LENGTHS, BLOCK = (70, 96, 48, 130), 16
@@ -38,7 +38,7 @@ def admitted(family: str, some: list[Policy], **request: Any) -> tuple[Any, list
     """The model, the rows of every call of the prefill, and the sequences of all prompts when they have ended."""
     model = prepare(tiny(family))
     batch, rows = DecodeBatch(model), list[int]()
-    asked = [[Request(torch.tensor([prompt(n, n)]), 4, **request)] for n in LENGTHS]
+    asked = [[Request(script_of(torch.tensor([prompt(n, n)])), 4, **request)] for n in LENGTHS]
     hook = model.base_model.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )

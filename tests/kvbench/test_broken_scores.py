@@ -10,13 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, ScoreError, make_policy
-from kvbench.cache import eviction
 from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
 from kvbench.cache.joining import can_join
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.policies.needs import Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
@@ -49,7 +48,7 @@ def model() -> PreTrainedModel:
 
 
 def asked(seed: int, new: int = 6) -> Request:
-    return Request(torch.tensor([prompt(LENGTH, seed)]), new)
+    return Request(script_of(torch.tensor([prompt(LENGTH, seed)])), new)
 
 
 @pytest.mark.parametrize("schedule", ["prompt", "blocks"])
@@ -57,11 +56,11 @@ def asked(seed: int, new: int = 6) -> Request:
 def test_a_score_that_is_no_number_is_one_sentence(at: int, schedule: str) -> None:
     sentence = r"^divided gave tokens of layer 0 scores that are not numbers \(NaN\): [^.]+$"
     with pytest.raises(FloatingPointError, match=sentence):
-        generate_tokens(model(), asked(1).input_ids, policy(at, schedule), max_new_tokens=6)
+        generate_tokens(model(), asked(1).prompt, policy(at, schedule), max_new_tokens=6)
 
 
 def test_a_token_that_stays_in_any_case_needs_no_score() -> None:
-    out = generate_tokens(model(), asked(1).input_ids, policy(at=3, protects=4), max_new_tokens=6)
+    out = generate_tokens(model(), asked(1).prompt, policy(at=3, protects=4), max_new_tokens=6)
     assert all((layer.positions == 3).any(-1).all() for layer in out.cache.layers)
 
 
@@ -69,7 +68,7 @@ def test_a_token_that_stays_in_any_case_needs_no_score() -> None:
 def test_a_broken_score_ends_only_its_own_sequence(at: int) -> None:
     running, good = model(), make_policy("knorm", BUDGET, decode="evict")
     broken = policy(at)
-    alone = generate_tokens(running, asked(1).input_ids, good, max_new_tokens=6)
+    alone = generate_tokens(running, asked(1).prompt, good, max_new_tokens=6)
     rows = DecodeBatch(running)
     (wrong, right), (other,) = rows.admit(asked(1), [broken, good]), rows.admit(asked(1), [good])
     finish(rows)
@@ -99,11 +98,10 @@ def test_a_decoding_step_on_a_gpu_does_not_read_its_scores(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["general path", "table"])
 def test_flags_of_a_gpu_end_their_own_sequence(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "READ_AT_ONCE", ())
     monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
     monkeypatch.setattr("kvbench.cache.tables.can_join", lambda sequence: at_once and can_join(sequence))
     running, good = model(), make_policy("knorm", BUDGET, decode="evict")
-    alone = generate_tokens(running, asked(1).input_ids, good, max_new_tokens=6)
+    alone = generate_tokens(running, asked(1).prompt, good, max_new_tokens=6)
     flight = DecodeBatch(running)
     wrong, right = flight.admit(asked(1), [policy(at=LENGTH + 1), good])
     finish(flight)

@@ -25,9 +25,16 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of the pocket model; two sampled answers per prompt, and a logger."""
     out = tmp_path_factory.mktemp("runs") / "mine"
     shared = ["policy=" + POLICIES, "budget=64", "limit=3", f"out={out}"]
-    context = ["compress=context", "schedule=prompt", "decode=evict", "every=1", "task.length=512"]
+    context = [
+        "compress=context",
+        "schedule=prompt",
+        "decode=evict",
+        "every=1",
+        "task.length=300",
+        "task.max_new_tokens=24",
+    ]
     assert run(["-m", *shared, "task=ruler/niah_single_1", *context]) == 0
-    sampled = ["policy=h2o", "budget=64", "task=niah", "task.lengths=[512]", "limit=1", "generation.temperature=1.0"]
+    sampled = ["policy=h2o", "budget=64", "task=niah", "task.lengths=[200]", "limit=1", "generation.temperature=1.0"]
     assert run([*sampled, "generation.samples=2", f"out={out}", "logger=wandb", "logger.mode=disabled"]) == 0
     return out
 

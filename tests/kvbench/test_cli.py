@@ -18,7 +18,7 @@ from kvbench.cli import main
 from kvbench.engine.batch import DecodeBatch
 
 Here = Callable[..., tuple[int, str, str]]
-SMALL = ("task.lengths=[700]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "task.max_new_tokens=8")
+SMALL = ("task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "task.max_new_tokens=8")
 
 
 def test_one_run_leaves_its_files_and_a_table(here: Here) -> None:
@@ -87,7 +87,7 @@ def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
 
 
 def test_a_full_disk_is_one_message_and_keeps_finished_examples(here: Here, tiny_model: Path) -> None:
-    arguments = ("policy=full", "out=runs", "task.lengths=[700]", "task.repeats=1")
+    arguments = ("policy=full", "out=runs", "task.lengths=[400]", "task.repeats=1")
     child = os.fork()
     if child == 0:
         with Path("stderr").open("w") as file, redirect_stderr(file):

@@ -13,7 +13,7 @@ from kvbench import make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.answers import clipped
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.report.table import results_table
 
 SCALES: dict[str, Any] = {"store.key_scales": [0.001, 0.002], "store.value_scales": [0.002, 0.001]}
@@ -21,7 +21,7 @@ LIMITS = [0.448, 0.896], [0.896, 0.448]
 
 
 def asked(length: int, new: int) -> Request:
-    return Request(torch.tensor([prompt(length, length)]), max_new_tokens=new, encoder=CodePoints())
+    return Request(script_of(torch.tensor([prompt(length, length)])), max_new_tokens=new, encoder=CodePoints())
 
 
 def test_a_prompt_counts_each_number_once() -> None:

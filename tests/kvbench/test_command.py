@@ -38,19 +38,36 @@ done
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
-def test_bash_completes_commands_options_fields_and_names(tmp_path: Path) -> None:
+def test_bash_completes_commands_and_names(tmp_path: Path) -> None:
     """As bash calls it: words are split at `=`, and only the part behind it is replaced."""
     command = tmp_path / "kvbench"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvbench "$@"\n')
     command.chmod(0o755)
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
-    lines = ["kvbench repo", "kvbench plot --free", "kvbench policy=full,streaming", "kvbench -m engine.cu"]
-    lines += ["kvbench tables show caote/table6", "kvbench memory policy=streaming"]
+    lines = ["kvbench repo", "kvbench policy=full,streaming"]
     done = subprocess.run(
         ["bash", "-c", BASH, "bash", *lines], env={**os.environ, **paths}, capture_output=True, text=True
     )
-    found = ["report", "--free-y", "full,streamingllm", "engine.cuda_graph=", "caote/table6", "streamingllm"]
-    assert [line.split() for line in done.stdout.splitlines()] == [[one] for one in found]
+    assert [line.split() for line in done.stdout.splitlines()] == [["report"], ["full,streamingllm"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("plot --free", "--free-y "),
+        ("-m engine.cu", "engine.cuda_graph="),
+        ("tables show caote/table6", "caote/table6 "),
+        ("memory policy = streaming", "streamingllm "),
+    ],
+)
+def test_options_fields_and_names_of_sub_commands_are_completed(
+    words: str, found: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_KVBENCH_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", f"kvbench {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    assert main([]) == 0
+    assert capsys.readouterr().out == f"plain,{found}\n"
 
 
 @pytest.mark.parametrize(("started", "code", "message"), [("kvbench", 130, "kvbench: interrupted\n"), ("mine", -2, "")])

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvbench import make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import Generation, generate_tokens
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.policies.policy import Policy
 
 CONTEXT, QUESTION, NEW, BUDGET, WINDOW = 45, 15, 6, 16, 8
@@ -129,9 +129,11 @@ def test_questions_on_one_context_are_equal_alone() -> None:
     policies += [make_policy("gemfilter", BUDGET, layer=1), make_policy("snapkv", 24, **SMALL)]
     other = torch.cat([IDS[:, :CONTEXT], IDS[:, CONTEXT + 4 :].flip(-1)], dim=1)
     running = DecodeBatch(model())
-    before = running.admit(Request(torch.tensor([prompt(50, seed=3)]), NEW), policies[:3])  # in flight already
+    before = running.admit(
+        Request(script_of(torch.tensor([prompt(50, seed=3)])), NEW), policies[:3]
+    )  # in flight already
     running.step()
-    requests = [Request(ids, new, context_tokens=CONTEXT) for ids, new in ((IDS, NEW), (other, 1), (other, NEW + 2))]
+    requests = [Request(script_of(ids, CONTEXT), new) for ids, new in ((IDS, NEW), (other, 1), (other, NEW + 2))]
     found = running.admit_questions(requests, policies)
     finish(running)
     for row in chain(before, *found):
@@ -140,7 +142,7 @@ def test_questions_on_one_context_are_equal_alone() -> None:
 
 def test_a_policy_that_cannot_compress_a_context_ends_its_own_row() -> None:
     policies = [make_policy("d2o_released", BUDGET), make_policy("tova", BUDGET)]
-    late, tova = DecodeBatch(model()).admit(Request(IDS, 1, context_tokens=CONTEXT), policies)
+    late, tova = DecodeBatch(model()).admit(Request(script_of(IDS, CONTEXT), 1), policies)
     assert isinstance(late.error, ValueError)
     assert "late=true" in str(late.error)
     assert tova.error is None

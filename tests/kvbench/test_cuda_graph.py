@@ -22,8 +22,8 @@ from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
 from kvbench.cache.joining import can_record
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.cuda_graph import Recorder
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.recorder import Recorder
+from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.models.replay import can_replay, check_graph
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
@@ -56,9 +56,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
         monkeypatch.setattr(torch.cuda, "graph", record)
         monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
-        for part in ("scorers.roco", "stores.token_codes", "stores.turboquant", "stores.quantiser"):
+        for part in ("scorers.roco", "constants"):
             monkeypatch.setattr(f"kvbench.policies.{part}.on_host", lambda x: False)
-        monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
     replay, recorded = torch.cuda.CUDAGraph.replay, Recorder._record
 
     def counted(graph: Any) -> None:
@@ -79,7 +78,7 @@ def llama() -> Any:
 
 
 def request(length: int, new: int, seed: int = 0, **fields: Any) -> Request:
-    return Request(torch.tensor([words(length, seed)], device=DEVICE), new, question=length - 6, **fields)
+    return Request(script_of(torch.tensor([words(length, seed)], device=DEVICE)), new, question=length - 6, **fields)
 
 
 def policy_of(slug: str, budget: int = BUDGET, **fields: Any) -> Policy:
@@ -122,11 +121,11 @@ def test_groups_that_are_encoded_between_two_steps_do_not_end_the_recording(slug
 
 
 def continuous(graph: bool, policies: Sequence[Policy]) -> tuple[list[Any], int]:
-    """16 sequences in flight, answers of 10 to 64 tokens, new ones admitted as others finish; and the steps taken."""
+    """8 sequences in flight, answers of 10 to 47 tokens, new ones admitted as others finish; and the steps taken."""
     flight, rows, random, steps = DecodeBatch(llama(), cuda_graph=graph), list[LiveSequence](), Random(0), 0
-    while flight.in_flight or len(rows) < 40:
-        while flight.in_flight < 16 and len(rows) < 40:
-            asked = request(LENGTH + random.randrange(20), random.randrange(10, 65), len(rows))
+    while flight.in_flight or len(rows) < 20:
+        while flight.in_flight < 8 and len(rows) < 20:
+            asked = request(LENGTH + random.randrange(20), random.randrange(10, 48), len(rows))
             rows += flight.admit(asked, [policies[len(rows) % len(policies)]])
         flight.step()
         steps += 1
@@ -136,11 +135,11 @@ def continuous(graph: bool, policies: Sequence[Policy]) -> tuple[list[Any], int]
 @pytest.mark.parametrize(
     "policies",
     [
-        pytest.param([policy_of("h2o")], marks=pytest.mark.slow("decodes 40 answers twice")),
+        pytest.param([policy_of("h2o")], marks=pytest.mark.slow("decodes 20 answers twice")),
         [policy_of("h2o"), policy_of("h2o", 56), policy_of("tova"), policy_of("ada_snapkv"), make_policy("full")],
         pytest.param(
             [policy_of("h2o"), policy_of("h2o", 400), policy_of("tova", 100)],
-            marks=pytest.mark.slow("decodes 40 answers twice"),
+            marks=pytest.mark.slow("decodes 20 answers twice"),
         ),
     ],
     ids=["one policy", "five policies", "two below their budgets"],
@@ -251,7 +250,7 @@ def test_a_step_that_cannot_be_recorded_is_called(
 
 @dataclass(frozen=True)
 class Breaks(H2O):
-    """An own scorer, which raises an error, or reads a number, in its second decoding step: the recorded one."""
+    """A scorer that raises an error in its second decoding step, which is recorded, or reads a number on the host."""
 
     reads: bool = False
     calls: list[int] = field(default_factory=list, hash=False, compare=False)

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.models.cache_shapes import CacheShape
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Prompt
@@ -112,9 +112,9 @@ def test_slots_for_the_k_tokens_are_counted_and_foretold() -> None:
 def test_all_tokens_of_a_protected_prompt_stay(every: int) -> None:
     model = prepare(tiny())
     policies = [policy(slug, every=every, protect="prompt") for slug in ("knorm", "random", "h2o_norecent")]
-    requests = [Request(torch.tensor([prompt(length)]), max_new_tokens=NEW) for length in (30, 36)]
+    requests = [Request(script_of(torch.tensor([prompt(length)])), max_new_tokens=NEW) for length in (30, 36)]
     for row in ended(model, requests, policies):
-        length = row.request.input_ids.shape[1]
+        length = row.request.length
         for head in chain(*kept_now(row.cache)[0]):
             assert head[:length] == tuple(range(length))
             assert len(head) == by_hand(length, NEW)[-1] if every > 1 else BUDGET

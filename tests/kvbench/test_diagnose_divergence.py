@@ -12,7 +12,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from kvbench import make_policy
 from kvbench.cache.hook import prepare
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.policies.policy import Policy
 from kvbench.tools.diagnose import main
 from kvbench.tools.diagnostics import divergence
@@ -64,7 +64,7 @@ def oracle(decode: str, whole: set[tuple[int, int]]) -> float:
 def probe(policy: Policy, model: PreTrainedModel | None = None, heads: bool = False) -> Probe:
     ids = torch.tensor([PROMPT])
     model = prepare(tiny(layers=LAYERS).double()) if model is None else model
-    return Probe(model, ids, policy, policy.name, request=Request(ids, NEW), heads=heads)
+    return Probe(model, ids, policy, policy.name, request=Request(script_of(ids), NEW), heads=heads)
 
 
 def streaming(decode: str) -> Policy:

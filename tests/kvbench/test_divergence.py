@@ -16,7 +16,7 @@ from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.divergence import full_cache, token_divergence
 from kvbench.engine.generate import generate
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.errors import ConfigError
 from kvbench.results.samples import Divergence
 
@@ -86,7 +86,7 @@ def test_a_policy_differs_from_full_as_transformers_alone_computes_it(given: tup
     eager = tiny().double()
     eager.set_attn_implementation("eager")
     kept = [*range(SINKS), *range(len(PROMPT) - RECENT, len(PROMPT))]
-    request = Request(torch.tensor([PROMPT]), len(given) or 9, dictated=given, given=bool(given))
+    request = Request(script_of(torch.tensor([PROMPT])), len(given) or 9, dictated=given, given=bool(given))
     policy = kvbench.make_policy("streamingllm", budget=SINKS + RECENT, decode="grow", sinks=SINKS)
     (sequence,) = compared(prepare(tiny().double()), request, policy)
     p, q = (step_logits(eager, sequence.tokens, places).log_softmax(-1) for places in (range(len(PROMPT)), kept))
@@ -102,7 +102,7 @@ def test_a_policy_differs_from_full_as_transformers_alone_computes_it(given: tup
 
 
 def test_full_against_itself_is_exactly_zero_in_a_batch_and_alone() -> None:
-    model, request = prepare(tiny()), Request(torch.tensor([PROMPT]), 12)
+    model, request = prepare(tiny()), Request(script_of(torch.tensor([PROMPT])), 12)
     others = [kvbench.make_policy(name, budget=16) for name in ("knorm", "random")]
     for policies in ([full_cache()], [*others, full_cache()]):
         found = result(compared(model, request, *policies)[-1])
@@ -114,7 +114,7 @@ def test_free_answers_differ_exactly_where_an_answer_diverges() -> None:
     model, differing = prepare(tiny()), set()
     policies = [kvbench.make_policy("knorm", budget=number, decode="grow") for number in (24, 47)]
     for start in range(0, 80, 20):
-        request = Request(torch.tensor([prompt(128)[start : start + 48]]), 5)
+        request = Request(script_of(torch.tensor([prompt(128)[start : start + 48]])), 5)
         full, *free = (generate(model, [request], policy).tokens[0] for policy in (full_cache(), *policies))
         for answer, sequence in zip(free, compared(model, request, *policies), strict=True):
             same = [a == b for a, b in zip(answer, full, strict=True)]

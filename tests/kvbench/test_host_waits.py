@@ -21,7 +21,7 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import next_logits
 from kvbench.engine.pre_pass import rate_next
 from kvbench.engine.prefill import prefill
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
 
@@ -81,7 +81,6 @@ def test_no_called_step_at_the_budget_reads_a_number_from_the_device(
 ) -> None:
     """The operations of a step as a GPU would run it, counted on a CPU."""
     monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
-    monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
     monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
     model = prepare(tiny(dtype=torch.float32))
     cache = isolated(KVCache(model.config, policy_of(slug), prompt_length=LENGTH, question=LENGTH - 6))
@@ -115,7 +114,7 @@ def test_no_step_at_the_budget_waits_alone_or_in_a_batch(slug: str, monkeypatch:
     flight = DecodeBatch(model)
     for seed in range(2):
         ids = prompt(LENGTH + seed, seed)
-        flight.admit(Request(ids, SETTLED + 5, question=LENGTH - 6, encoder=CodePoints()), [policy])
+        flight.admit(Request(script_of(ids), SETTLED + 5, question=LENGTH - 6, encoder=CodePoints()), [policy])
     for _ in range(SETTLED + 1):
         flight.step()
 

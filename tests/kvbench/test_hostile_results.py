@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import exp, log
 from pathlib import Path
@@ -129,19 +130,27 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
-def test_reading_results_imports_and_fetches_no_model(
-    model: dict[str, Any], theirs: Path, hub: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def copies_with(folder: Path, changes: Sequence[Callable[[Any], object]]) -> None:
+    """A copy of the run for each change of its configuration, in place of the run."""
+    (run,) = (path.parent for path in folder.glob("*/config.yaml"))
+    for number, change in enumerate(changes):
+        path = Path(shutil.copytree(run, folder / f"made-up-{number}")) / "config.yaml"
+        config = read_yaml(path)
+        change(config)
+        write_yaml(path, {**config, "run_id": path.parent.name})
+    shutil.rmtree(run)
+
+
+def test_reading_results_imports_and_fetches_no_model(theirs: Path, hub: Server, tmp_path: Path) -> None:
     for name in ("theirs_package", "theirs_package/inner"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("open('mark', 'w')\n")
-    (path,) = theirs.glob("*/config.yaml")
-    config = read_yaml(path)
-    config["config"]["model"] = {**config["config"]["model"], **model}
-    config["identity"]["model"] = {"hub_id": "made/up", "commit": "0" * 40}
-    write_yaml(path, {**config, "run_id": "made-up"})
-    path.parent.rename(theirs / "made-up")
+
+    def of_another(config: Any, model: dict[str, Any]) -> None:
+        config["config"]["model"] |= model
+        config["identity"]["model"] = {"hub_id": "made/up", "commit": "0" * 40}
+
+    copies_with(theirs, [partial(of_another, model=model) for model in MODELS.values()])
     assert results(["check", str(theirs)]) == 1
     assert report([str(theirs), "-o", "report.html"]) == 0
     assert "Prompts are not shown" in Path("report.html").read_text()
@@ -151,18 +160,17 @@ def test_reading_results_imports_and_fetches_no_model(
     assert not {"theirs_module", "theirs_package"} & {*sys.modules}
 
 
-@pytest.mark.parametrize("task", ["longbench/qasper", "loogle/shortdep_qa", "math500"])
-def test_reading_results_fetches_no_data(task: str, theirs: Path, hub: Server) -> None:
-    (path,) = theirs.glob("*/config.yaml")
-    config = read_yaml(path)
-    config["config"]["task"] = named_config("task", task)
-    write_yaml(path, config)
+def test_reading_results_fetches_no_data(theirs: Path, hub: Server) -> None:
+    tasks = [named_config("task", name) for name in ("longbench/qasper", "loogle/shortdep_qa", "math500")]
+    copies_with(theirs, [lambda config, task=task: config["config"].update(task=task) for task in tasks])
     assert results(["check", str(theirs)]) == 1
     assert report([str(theirs), "-o", "report.html"]) == 0
     assert hub.asked == []
-    with pytest.raises(ValueError, match="cannot be"):
-        next(build(config["config"]["task"]).examples(None, 0))
-    assert hub.asked, "without `reading` the same task asks the Hub"
+    for task in tasks:
+        hub.asked.clear()
+        with pytest.raises(ValueError, match="cannot be"):
+            next(build(task).examples(None, 0))
+        assert hub.asked, "without `reading` the same task asks the Hub"
 
 
 def test_a_connection_is_refused_while_results_are_read(hub: Server) -> None:
@@ -194,18 +202,19 @@ FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize("metadata", [{"benchmark": "theirs_module"}, *FUNCTIONS])
-def test_examples_of_others_name_no_function(metadata: Any, theirs: Path, tmp_path: Path) -> None:
-    if not isinstance(metadata, dict):
-        metadata = {"benchmark": "lm_eval", "task": "x", "aggregation": {"m": metadata}}
+def test_examples_of_others_name_no_function(theirs: Path, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("task: x\ndataset_path: !function theirs_module.summary\n")
     loaded = {name for name in sys.modules if name.startswith(("lm_eval.tasks.", "theirs_module"))}
     measures = [[str(tmp_path / "x.yaml")], {"task": "x", "doc_to_text": TEMPLATE}, "touch"]
-    folder = with_measures(tmp_path / "made", metadata, measures)
-    assert results(["collect", str(tmp_path / "made")]) == 0
-    assert results(["collect", str(tmp_path / "made"), "--by", "task"]) == (0 if "task" in metadata else 2)
-    assert report([str(tmp_path / "made"), "-o", "report.html"]) == 0
-    assert set(read_result(folder).official.values()) <= {None}
+    named = [{"benchmark": "lm_eval", "task": "x", "aggregation": {"m": name}} for name in FUNCTIONS]
+    named.insert(0, {"benchmark": "theirs_module"})
+    made = tmp_path / "made"
+    some = [with_measures(made, one, measures) for one in named]
+    assert results(["collect", str(some[0]), "--by", "task"]) == 2
+    for options in ([], ["--by", "task"]):
+        assert results(["collect", str(made), *options]) == 0
+    assert report([str(made), "-o", "report.html"]) == 0
+    assert {value for folder in some for value in read_result(folder).official.values()} <= {None}
     assert not Path("mark").exists()
     assert {name for name in sys.modules if name.startswith(("lm_eval.tasks.", "theirs_module"))} <= loaded
 
@@ -299,12 +308,12 @@ def test_names_of_others_stay_names(
     Path("runs/broken").mkdir()
     Path("runs/broken/samples.jsonl").write_text(json.dumps({"index": 0, "output": name, "kept_tokens": name}))
     shown = ""
-    for options in ([], ["--by", "task"], ["--pivot", "task"], ["--changes"], ["--columns", "policy,task,run_id"]):
-        assert results(["collect", "runs", *options]) == (2 if "--changes" in options else 0)
-        for end in ("md", "tex", "txt"):
-            if "--changes" not in options:
-                assert results(["collect", "runs", *options, "-o", f"t.{end}"]) == 0
-                shown += Path(f"t.{end}").read_text()
+    assert results(["collect", "runs", "--changes"]) == 2
+    for options in ([], ["--by", "task"], ["--pivot", "task"], ["--columns", "policy,task,run_id"]):
+        assert results(["collect", "runs", *options]) == 0
+        for end in ("md", "tex", "txt") if "--by" in options else ("md",):
+            assert results(["collect", "runs", *options, "-o", f"t.{end}"]) == 0
+            shown += Path(f"t.{end}").read_text()
         lines = [line for line in Path("t.md").read_text().splitlines() if line.startswith("|")]
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1, "a name splits neither row nor cell"
         page = MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(Path("t.md").read_text())
@@ -385,30 +394,28 @@ def _with(tree: Any, path: tuple[Any, ...], value: object) -> Any:
 BAD = (None, [], {"a": 1}, "x\ny", 10**400, True, -1.5, [[1]])
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "metrics.json"])
 def test_no_value_of_a_run_ends_the_tables_of_others(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    about = {"metadata": {"task": "a"}, "samples": [answered(i, 1.0, task="ab"[i % 2]) for i in range(6)]}
-    good = write_run(tmp_path / "runs", "tova", about["samples"])
-    write_run(tmp_path / "runs", "full", about["samples"], None)
-    place = good / name
-    read, write = (read_yaml, write_yaml) if name == "config.yaml" else (read_json, write_json)
-    tree = read(place)
-    for number, path in enumerate(_leaves(tree)):
-        bad = tmp_path / "runs" / f"bad{number}"
-        shutil.copytree(good, bad)
-        value = BAD[number % len(BAD)]
-        write(bad / name, _with(tree, path, value))
-        summary = read_json(bad / "summary.json")
-        if name == "config.yaml" and path and path[0] in summary["run"]:
-            summary["run"] = _with(summary["run"], path, value)
-        write_json(bad / "summary.json", {**summary, "computed_from": digest_of_files(bad)})
-    for options in ([], ["--pivot", "budget"], ["--by", "task"], ["-o", "t.csv"], ["-o", "t.parquet"]):
+    samples = [answered(i, 1.0, task="ab"[i % 2]) for i in range(6)]
+    good = write_run(tmp_path / "runs", "tova", samples)
+    write_run(tmp_path / "runs", "full", samples, None)
+    for name in ("config.yaml", "environment.json", "metrics.json"):
+        read, write = (read_yaml, write_yaml) if name == "config.yaml" else (read_json, write_json)
+        for number, path in enumerate(_leaves(read(good / name))):
+            bad = Path(shutil.copytree(good, tmp_path / "runs" / f"bad-{name}-{number}"))
+            write_yaml(bad / "config.yaml", {**read_yaml(good / "config.yaml"), "run_id": bad.name})  # no copy of it
+            summary, value = read_json(bad / "summary.json"), BAD[number % len(BAD)]
+            summary["run"]["run_id"] = bad.name
+            write(bad / name, _with(read(bad / name), path, value))
+            if name == "config.yaml" and path and path[0] in summary["run"]:
+                summary["run"] = _with(summary["run"], path, value)
+            write_json(bad / "summary.json", {**summary, "computed_from": digest_of_files(bad)})
+    for options in ([], ["--pivot", "budget", "-o", "t.md"], ["--by", "task", "-o", "t.csv"], ["-o", "t.parquet"]):
         assert results(["collect", "runs", *options]) == 0
-        assert "Traceback" not in (said := capsys.readouterr()).err
-        assert "tova" in said.out or "-o" in options
+        assert "Traceback" not in capsys.readouterr().err
+    assert good.name in Path("t.csv").read_text()
     assert plot(["runs", "-o", "figures"]) == 0
     assert report(["runs", "-o", "report.html"]) == 0
 
@@ -437,15 +444,20 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
-@pytest.mark.parametrize("how", DAMAGE.values(), ids=list(DAMAGE))
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *(("config.yaml", how) for how in ("missing", "cut off", "nested", "another number")),
+        *(("environment.json", how) for how in ("missing", "zeros", "another kind", "no text")),
+    ],
+)
 def test_the_same_command_completes_a_run_without_its_records(
-    name: str, how: Callable[[bytes], bytes | None], theirs: Path, capsys: pytest.CaptureFixture[str]
+    name: str, how: str, theirs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (path,) = theirs.glob(f"*/{name}")
     before, samples = path.read_bytes(), path.with_name("samples.jsonl").read_bytes()
     path.unlink()
-    if (content := how(before)) is not None:
+    if (content := DAMAGE[how](before)) is not None:
         path.write_bytes(content)
     assert results(["collect", str(theirs)]) == 2, "its numbers are not shown under another identity"
     assert run(["-m", *SMALL, f"out={theirs}"]) == 0

@@ -21,7 +21,7 @@ from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.prefill import prefill
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.engine.teacher_forcing import continuation_scores, text_scores
 from kvbench.policies.policy import Policy
 
@@ -206,7 +206,9 @@ def test_pre_passes_that_such_a_family_cannot_follow_are_refused_in_a_sentence()
     needs = "needs calls of several tokens after the first, but JambaForCausalLM resets its recurrent layers at every"
     with pytest.raises(ValueError, match=f"^kvzip {needs} such call: use another"):
         alone("jamba", prompt(37), make_policy("kvzip", BUDGET))
-    first, both = (Request(torch.tensor([prompt(sum(turns))]), NEW, turns=turns) for turns in ((37,), (37, 9)))
+    first, both = (
+        Request(script_of(torch.tensor([prompt(sum(turns))]), turns=turns), NEW) for turns in ((37,), (37, 9))
+    )
     policies = [make_policy("sirllm", BUDGET)]
     (answered,), (failed,) = (DecodeBatch(model("jamba")).admit(request, policies) for request in (first, both))
     assert answered.error is None

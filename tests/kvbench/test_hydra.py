@@ -24,10 +24,8 @@ from kvbench.terminal.command import program
 
 FORMS = {  # of each the beginning of a line that it prints
     "--cfg job": "budget: 128",
-    "--cfg hydra": "hydra:",
     "--cfg all": "hydra:",
     "--info": "Config search path",
-    "-p policy --cfg job": "_target_: kvbench.policies.policy.Policy",
     "--hydra-help": "Hydra (",
     "--config-path {folder} --config-name mine --cfg job": "own: 1",
     "++policy.scorer.window=8 --cfg job": "    window: 8",

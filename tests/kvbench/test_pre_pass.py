@@ -10,9 +10,10 @@ from small_cells import small_cell
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.engine.batch import DecodeBatch, Request
+from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.generate import generate_tokens
+from kvbench.engine.sequence import Request, script_of
 from kvbench.results.columns import frame
 from kvbench.results.loading import read_result
 
@@ -29,7 +30,7 @@ def test_budgets_share_one_pre_pass_and_keep_equal_tokens_alone(model: PreTraine
     hook = model.base_model.register_forward_hook(
         lambda _, args, kwargs, out: called.append(kwargs.get("input_ids")), with_kwargs=True
     )
-    rows = flight.admit(Request(IDS, NEW, encoder=WORDS), policies)
+    rows = flight.admit(Request(script_of(IDS), NEW, encoder=WORDS), policies)
     hook.remove()
     finish(flight)
     read = [ids for ids in called if ids is not None]  # sirllm asks the head for logits of hidden states

@@ -11,10 +11,11 @@ from kv_runs import finish
 from op_tape import Tape, record
 
 from kvbench import make_policy
+from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.recorded_blocks import BlockRecorder, blocks_alike
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.recorder import Recorder, blocks_alike
+from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.policies.policy import Policy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,7 +48,7 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
         monkeypatch.setattr(torch.cuda, "graph", record)
-        monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
+        monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
         monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
         monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda x: False))
 
@@ -55,8 +56,8 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(policies: list[Policy], recorded: bool) -> list[LiveSequence]:
     model = prepare(tiny(dtype=torch.float32).to(DEVICE))
     batch = DecodeBatch(model)
-    batch._blocks = BlockRecorder(model) if recorded else None
-    sequences = batch.admit(Request(torch.tensor([words(LENGTH)], device=DEVICE), 4), policies)
+    batch._blocks = Recorder(model) if recorded else None
+    sequences = batch.admit(Request(script_of(torch.tensor([words(LENGTH)], device=DEVICE)), 4), policies)
     finish(batch)
     for sequence in sequences:
         if sequence.error is not None:
@@ -92,9 +93,11 @@ def test_several_policies_are_one_recorded_block() -> None:
 def test_a_budget_below_the_protected_tokens_ends_only_its_own_sequence() -> None:
     batch = DecodeBatch(model := tiny(dtype=torch.float32).to(DEVICE))
     model.set_attn_implementation("kvbench")
-    batch._blocks = BlockRecorder(model)
+    batch._blocks = Recorder(model)
     policies = [make_policy("snapkv", budget, schedule="blocks", block=BLOCK) for budget in (0.05, 64)]
-    errors = [one.error for one in batch.admit(Request(torch.tensor([words(LENGTH)], device=DEVICE), 4), policies)]
+    errors = [
+        one.error for one in batch.admit(Request(script_of(torch.tensor([words(LENGTH)], device=DEVICE)), 4), policies)
+    ]
     assert "a budget of 11 tokens per KV head is too small for snapkv" in str(errors[0])
     assert errors[1] is None
 
@@ -111,6 +114,6 @@ def test_a_block_that_cannot_be_recorded_is_an_error_or_a_warning(
         with pytest.raises(ValueError, match=r"block of a prompt on LlamaForCausalLM cannot be recorded .*cuda_graph"):
             run([policy_of("snapkv")], True)
         return
-    monkeypatch.setattr(BlockRecorder.__init__, "__defaults__", (False,))
+    monkeypatch.setattr(Recorder.__init__, "__defaults__", (False,))
     assert contents(run([policy_of("snapkv")], True)[0]) == expected
     assert "cannot be recorded" in caplog.text

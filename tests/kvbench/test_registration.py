@@ -16,7 +16,7 @@ from kvbench import make_policy
 from kvbench.cache.hook import kvbench_attention, prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 
 
 @pytest.mark.slow("starts a process that imports transformers")
@@ -42,7 +42,7 @@ def test_kvpress_may_be_imported_at_any_time(together: bool, monkeypatch: pytest
     model, policy, ids = prepare(tiny()), make_policy("snapkv", 8, window=2), torch.tensor([prompt(20)])
     ALL_ATTENTION_FUNCTIONS["kvbench"] = _blind
     if together:
-        (row,) = DecodeBatch(model).admit(Request(ids, max_new_tokens=1), [policy])
+        (row,) = DecodeBatch(model).admit(Request(script_of(ids), max_new_tokens=1), [policy])
         assert row.error is None
     else:
         generate_tokens(model, ids, policy, max_new_tokens=1)

@@ -15,7 +15,7 @@ from kvbench.cache.attend import TorchBackend
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.policies.policy import Policy
 
 LENGTH, NEW = 240, 5
@@ -66,7 +66,7 @@ def test_a_batch_holds_its_sequences_and_one_full_cache(
         before = live.peak = live.now
         flight, rows, held, peaks = DecodeBatch(model), [], [], []
         for ids in every:
-            rows += flight.admit(Request(ids, NEW), policies)
+            rows += flight.admit(Request(script_of(ids), NEW), policies)
             held.append(live.now - before)
         prefills = live.peak - before
         while flight.in_flight:

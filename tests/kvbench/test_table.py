@@ -24,7 +24,7 @@ from kvbench.cache.tables import leave_tables
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Schedule
 
@@ -42,7 +42,7 @@ def model_of(family: str = "llama", **sizes: Any) -> Any:
 
 
 def asked(length: int, seed: int, new: int) -> Request:
-    return Request(torch.tensor([prompt(length, seed)]), new)
+    return Request(script_of(torch.tensor([prompt(length, seed)])), new)
 
 
 BACKEND = "kvbench.cache.attend.backend_of"
@@ -53,7 +53,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots are gathered by index, as on a GPU, and no number is read back from the device."""
     monkeypatch.setattr(BACKEND, lambda like: TritonBackend())
     monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
-    monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
 
 
 def decoded(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.prefill import prefill_prompts
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.engine.teacher_forcing import continuation_scores, text_scores
 from kvbench.policies.policy import Policy
 
@@ -121,7 +121,7 @@ def test_policies_that_score_one_continuation_together_score_it_as_each_alone() 
             ("fp8", "grow"),
         ]
     ]
-    request = Request(PROMPT, CONTINUATION.shape[1], target=CONTINUATION)
+    request = Request(script_of(PROMPT, scored=CONTINUATION), CONTINUATION.shape[1])
     together = [LiveSequence(request, policy) for policy in policies]
     prefill_prompts(model(), [[together]])
     assert [one.sharing for one in together] == [len(policies)] * len(policies)

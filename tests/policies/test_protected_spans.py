@@ -9,7 +9,7 @@ from kv_runs import assert_alone, ended
 
 from kvbench import make_policy
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.errors import ConfigError
 from kvbench.policies.policy import Policy
 from kvbench.run.run import build_run
@@ -40,7 +40,7 @@ def test_sequences_of_a_batch_keep_their_own_parts() -> None:
     model.set_attn_implementation("kvbench")
     policies = [make_policy("h2o", 20), make_policy("h2o", 20)]
     policies[1] = replace(policies[1], schedule=replace(policies[1].schedule, protect="span"))
-    for row in ended(model, [Request(ids, 9, protected=((10, 16),))], policies):
+    for row in ended(model, [Request(script_of(ids), 9, protected=((10, 16),))], policies):
         assert_alone(model, row)
 
 

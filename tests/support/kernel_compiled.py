@@ -38,8 +38,11 @@ from kvbench.policies.stores.turboquant import TurboQuant
 
 H_KV, G, T = 2, 4, 256
 BF16, FLOAT = torch.bfloat16, torch.float32
-CODES = Fp8(), Int8(), Int4(), Nvfp4(), TurboQuant()
-ALL_CODES = *CODES, Fp8PerTokenHead(), Int8(official=True), Int4(rotate=False), TurboQuant(3), TurboQuant(8)
+CODES = Fp8(), Int4(), TurboQuant()
+ALL_CODES = (
+    *(*CODES, Int8(), Nvfp4(), Fp8PerTokenHead(), Int8(official=True), Int4(rotate=False)),
+    *(TurboQuant(3), TurboQuant(8)),
+)
 
 GROUPS = Kivi(), Kcvc()
 ALL_GROUPS = *GROUPS, Kivi(bits=4), Kivi(bits=8), Kivi(group=32, residual=32), Kcvc(bits=4), Ott(), Ott(bits=8)
@@ -152,27 +155,27 @@ def launches(everything: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Launchers with the arguments of presets, by name."""
     yield from selections()
     shapes = [(BF16, 128), (FLOAT, 128), (BF16, 64), (BF16, 256), (FLOAT, 64), (FLOAT, 256)]
-    for dtype, dim in shapes if everything else shapes[:2]:
-        name, wide = f"{str(dtype)[6:]} D={dim}", everything or dtype == BF16
-        for case, how in decode_cases(dtype, dim, wide).items():
+    for dtype, dim in shapes if everything else shapes[:1]:
+        name = f"{str(dtype)[6:]} D={dim}"
+        for case, how in decode_cases(dtype, dim, everything).items():
             call = decode.decode_attention_flat if "starts" in how else decode.decode_attention
             yield f"decode, {name}, {case}", partial(call, **how)
-        for store in ALL_CODES if everything else CODES if wide else CODES[:1]:
+        for store in ALL_CODES if everything else CODES:
             yield f"decode, {name}, {store}", partial(decode_codes, store, dtype, dim)
-        for codec in ALL_GROUPS if everything else GROUPS if wide else GROUPS[:1]:
+        for codec in ALL_GROUPS if everything else GROUPS:
             yield f"decode, {name}, {codec}", partial(decode_groups, codec, dtype, dim)
         how = sums(dtype, dim, 128)
         yield f"column sums, {name}", partial(query_sums.column_sums, **how, aligned=True)
-        if wide:
-            sliding = {**how, "sliding_window": 64, "softcap": 50.0}
-            yield f"column sums in any order, {name}", partial(query_sums.column_sums, **sliding)
+        sliding = {**how, "sliding_window": 64, "softcap": 50.0}
+        yield f"column sums in any order, {name}", partial(query_sums.column_sums, **sliding)
+        if everything:
             alone = {**how, "sliding_window": 64}
             yield f"column sums of a window, {name}", partial(query_sums.column_sums, **alone)
-            yield f"moments, {name}", partial(query_sums.attention_moments, **how)
-            yield f"window of 32, {name}", partial(query_sums.window_statistics, **sums(dtype, dim, 32))
+        yield f"moments, {name}", partial(query_sums.attention_moments, **how)
+        yield f"window of 32, {name}", partial(query_sums.window_statistics, **sums(dtype, dim, 32))
 
 
-def decode_cases(dtype: torch.dtype, dim: int, wide: bool) -> dict[str, dict[str, Any]]:
+def decode_cases(dtype: torch.dtype, dim: int, everything: bool) -> dict[str, dict[str, Any]]:
     """Arguments of decode attention with and without everything that a preset may ask of it."""
     dense, flat, bias = decoding(dtype, dim), segments(dtype, dim), torch.zeros(1, H_KV, T)
     new = drawn(1, H_KV, 1, dim, dtype=dtype)
@@ -180,19 +183,17 @@ def decode_cases(dtype: torch.dtype, dim: int, wide: bool) -> dict[str, dict[str
     cases = {
         "packed": {**dense, "packed": True},
         "flat, new tokens, sums": {**flat, "new_tokens": token, "sums": torch.zeros(H_KV * T, G)},
+        "weights and a bias": {**dense, "weights": True, "bias": bias},
+        "soft cap, window and sinks": {**dense, "softcap": 50.0, "sliding_window": 64, "sinks": torch.zeros(H_KV * G)},
+        "one part, sinks": {**dense, "sinks": torch.zeros(H_KV * G), "programs": 1},
     }
-    if wide:
+    if everything:
         cases |= {
             "placed": dense,
-            "weights and a bias": {**dense, "weights": True, "bias": bias},
             "packed, with a bias": {**dense, "packed": True, "bias": bias},
             "sums": {**dense, "sums": torch.zeros(1, H_KV, T, 1)},
-            "soft cap, window and sinks": {
-                **dense, "softcap": 50.0, "sliding_window": 64, "sinks": torch.zeros(H_KV * G)
-            },
             "window and sinks": {**dense, "sliding_window": 64, "sinks": torch.zeros(H_KV * G)},
             "flat": flat,
-            "one part, sinks": {**dense, "sinks": torch.zeros(H_KV * G), "programs": 1},
             "flat, one part, new tokens": {**flat, "new_tokens": token, "programs": 1},
         }  # fmt: skip
     return cases

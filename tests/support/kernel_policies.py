@@ -12,7 +12,7 @@ from kv_runs import finish, run_greedy
 from kvbench import make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.kernels import tiles
 
 
@@ -44,7 +44,9 @@ def run_rows(slugs: Sequence[str], budgets: Sequence[int], lengths: Sequence[int
     policies = [make_policy(slug, budget, schedule="prompt") for slug in slugs for budget in budgets]
     rows, flight = [], DecodeBatch(model)
     for seed, length in enumerate(lengths):
-        rows += flight.admit(Request(torch.tensor([prompt(length, seed)]), 5, encoder=CodePoints()), policies)
+        rows += flight.admit(
+            Request(script_of(torch.tensor([prompt(length, seed)])), 5, encoder=CodePoints()), policies
+        )
     finish(flight)
     for row in rows:
         if row.error is not None:

@@ -16,7 +16,7 @@ from kvbench.cache.hook import prepare
 from kvbench.cache.views import KVLayer
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate, generate_tokens
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.policies.policy import Policy
 
 QUESTION = 6
@@ -191,7 +191,7 @@ def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
     """A sequence that has ended is what its request gives alone: tokens, kept positions, states and bytes."""
     assert row.error is None, f"{row.policy.name}: {row.error!r}"
     alone = generate(model, [row.request], row.policy)
-    name = f"{row.policy.name}, budget {row.policy.budget}, {row.request.input_ids.shape[1]} tokens"
+    name = f"{row.policy.name}, budget {row.policy.budget}, {row.request.length} tokens"
     assert (row.tokens, row.decode_steps) == (alone.tokens[0], alone.decode_steps), name
     assert kept_now(row.cache) == kept_now(alone.cache), name
     for size in ("seen", "nbytes", "peak_nbytes", "spare_nbytes"):
@@ -205,6 +205,8 @@ def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
 
 def assert_rows_alone(model: PreTrainedModel, policies: Sequence[Policy], lengths: Sequence[int], new: int) -> None:
     """Prompts of these lengths, continued in one batch by all policies, are each what they are alone."""
-    requests = [Request(torch.tensor([prompt(n, n)]), max_new_tokens=new, encoder=CodePoints()) for n in lengths]
+    requests = [
+        Request(script_of(torch.tensor([prompt(n, n)])), max_new_tokens=new, encoder=CodePoints()) for n in lengths
+    ]
     for row in ended(model, requests, policies):
         assert_alone(model, row)

@@ -16,8 +16,9 @@ from kvbench.cache.layer import Layer
 from kvbench.cache.memory import FlatMemory
 from kvbench.kernels.references import NewTokens
 from kvbench.policies.mergers.merger import Vectors
-from kvbench.policies.observation import AttentionParams, State, StepCache
+from kvbench.policies.observation import AttentionParams, Observation, State, StepCache
 from kvbench.policies.stores.coding import Coding
+from kvbench.policies.stores.store import LayerStore
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,26 @@ class Backend(ABC):
     reads_at_once: ClassVar[bool]
     evicts_codes: ClassVar[bool]
 
+    # --- a prompt or its blocks, of one sequence ---------------------------------------------------------------------
+    @abstractmethod
+    def attend_slots(
+        self, queries: Tensor, positions: Tensor, held: LayerStore, params: AttentionParams, fresh: bool, in_order: bool
+    ) -> Tensor:
+        """Attention [1,H_q,m,D] of queries [1,H_q,m,D] at positions [1,m] over the slots of a store.
+
+        params: without a sliding window that hides no token. fresh: the slots are the tokens of the queries, in order.
+        in_order: their tokens are the last slots, in order, and no slot is empty.
+        """
+
+    def attend_newest(self, seen: Observation) -> tuple[Tensor, Tensor] | None:
+        """Attention of a decoded token, and its weights for the scorer; None without such a kernel."""
+        return None
+
+    def attend_prompt(self, seen: Observation, in_order: bool) -> tuple[Tensor, Tensor] | None:
+        """Attention of the queries of a prompt, and its log-sum-exp [1,H_q,m]; None without such a kernel."""
+        return None
+
+    # --- a step of a table -------------------------------------------------------------------------------------------
     @abstractmethod
     def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: List[List[Layer]]) -> None:
         """Begin a step whose new tokens have their slots. layers: of every row, none for padding."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.cache.attend.backend import Backend, GroupSlots, LayerStep, Segments
 from kvbench.cache.layer import Layer
 from kvbench.cache.memory import FlatMemory, slot_store
-from kvbench.kernels.prompt import masked_attention
+from kvbench.kernels.prompt import attention_behind, masked_attention
 from kvbench.kernels.references import append, attention_logits, decode_attention_flat_ref, grouped_attention, weigh
 from kvbench.policies.mergers.merger import Vectors
 from kvbench.policies.observation import AttentionParams, known_weights
@@ -21,6 +21,7 @@ from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.ring_layout import RingLayer
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import padded
+from kvbench.policies.stores.store import LayerStore
 from kvbench.policies.stores.token_codes import TokenCodeLayer, count_clipped, encoded
 
 
@@ -38,6 +39,11 @@ class TorchBackend(Backend):
         self._counts: list[list[list[int]]] = []  # [L][P][H]
         self._positions: list[int] = []  # of the next token of every row
         self._weights: dict[tuple[int, int], Tensor] = {}  # [1,H,G,1,T] by layer and row
+
+    def attend_slots(
+        self, queries: Tensor, positions: Tensor, held: LayerStore, params: AttentionParams, fresh: bool, in_order: bool
+    ) -> Tensor:
+        return attend_slots(queries, positions, held, params, fresh, in_order)
 
     def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: List[List[Layer]]) -> None:
         self._layers, self._weights = layers, {}
@@ -80,10 +86,10 @@ class TorchBackend(Backend):
             counts = at.new_tensor([self._counts[index][row]])
             return decode_attention_flat_ref(queries, *flat, counts, store.used, *params.for_kernels).out
         window = params.sliding_window
-        covered = window is None or self._positions[row] < window  # the window hides no token
-        if not (covered and params.softcap is None and params.sinks is None):
-            call = queries, store.keys, store.values, at, store.positions, params.scaling, params.softcap
-            return masked_attention(*call, None if covered else window, params.sinks)
+        if window is not None and self._positions[row] < window:  # it hides no token
+            params = params._replace(sliding_window=None)
+        if not is_plain(params):
+            return attend_slots(queries, at, store, params)
         if window is not None or not self._layers[row][index].policy.needs.newest_row:
             return grouped_attention(queries, store.keys, store.values, None, params.scaling)
         weights = attention_logits(queries, store.keys, params.scaling).softmax(-1)
@@ -101,6 +107,30 @@ class TorchBackend(Backend):
         stores = [slot_store(self._layers[row][layer]) for layer, row in places]
         weights = [self._weights[place] for place in places if place in self._weights]
         return _Viewed(stores, statistics, weights if len(weights) == len(places) else [])
+
+
+def is_plain(params: AttentionParams) -> bool:
+    """Whether attention is a softmax over all slots, without a window, a soft cap or sinks."""
+    return params.sliding_window is None and params.softcap is None and params.sinks is None
+
+
+def attend_slots(
+    queries: Tensor,
+    positions: Tensor,
+    held: LayerStore,
+    params: AttentionParams,
+    fresh: bool = False,
+    in_order: bool = False,
+) -> Tensor:
+    """See `Backend.attend_slots`."""
+    slots = held.slots
+    if not fresh and is_plain(params) and slots.bias is None:
+        if queries.shape[2] == 1 and slots.packed:
+            return grouped_attention(queries, held.keys, held.values, None, params.scaling)
+        if in_order:
+            return attention_behind(queries, held.keys, held.values, params.scaling)
+    call = queries, held.keys, held.values, positions, held.positions, *params[:3]
+    return masked_attention(*call, params.sinks, columns=fresh, bias=slots.bias)
 
 
 class _Viewed(GroupSlots):

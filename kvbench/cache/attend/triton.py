@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.attend.backend import Backend, GroupSlots, LayerStep, Segments
+from kvbench.cache.attend.torch import attend_slots
 from kvbench.cache.device_groups import ring_of
 from kvbench.cache.layer import Layer
 from kvbench.cache.memory import EMPTY, RESERVED, FlatMemory
-from kvbench.kernels.decode import decode_attention_flat
+from kvbench.kernels.decode import decode_attention, decode_attention_flat
+from kvbench.kernels.prompt import prompt_attention
+from kvbench.kernels.tiles import decodes, use_triton
 from kvbench.policies.mergers.merger import Vectors
-from kvbench.policies.observation import known_weights
+from kvbench.policies.observation import AttentionParams, Observation, known_weights
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.group_step import CODED, group_step
+from kvbench.policies.stores.store import LayerStore
 from kvbench.policies.stores.token_codes import decode_step
 
 
@@ -30,6 +34,38 @@ class TritonBackend(Backend):
     reserved = RESERVED
     reads_at_once = False
     evicts_codes = False
+
+    def attend_slots(
+        self, queries: Tensor, positions: Tensor, held: LayerStore, params: AttentionParams, fresh: bool, in_order: bool
+    ) -> Tensor:
+        bias, packed = held.slots.bias, held.slots.packed and params.sliding_window is None
+        if not fresh and decodes(queries):
+            places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (positions, held.positions)
+            newest = queries, held.keys, held.values, *places, *params.for_kernels
+            return decode_attention(*newest, packed=packed, bias=bias).out
+        gradients = torch.is_grad_enabled() and queries.requires_grad
+        if bias is not None or gradients or not use_triton(held.values):
+            return attend_slots(queries, positions, held, params, fresh, in_order)
+        call = queries, held.keys, held.values, positions, held.positions, *params.for_kernels
+        return prompt_attention(*call, aligned=in_order).out
+
+    def attend_newest(self, seen: Observation) -> tuple[Tensor, Tensor] | None:
+        if not decodes(seen.queries):
+            return None
+        packed = seen.sees_all
+        places: tuple[Tensor | None, Tensor | None] = (seen.query_positions, seen.positions)
+        places = (None, None) if packed else places
+        call = seen.queries, seen.keys, seen.values, *places, *seen.params.for_kernels
+        attention = decode_attention(*call, packed=packed, weights=True, bias=seen.slots.bias)
+        assert attention.weights is not None
+        return attention.out, attention.weights
+
+    def attend_prompt(self, seen: Observation, in_order: bool) -> tuple[Tensor, Tensor] | None:
+        if not use_triton(seen.values):
+            return None
+        call = seen.queries, seen.keys, seen.values, seen.query_positions, seen.positions, *seen.params.for_kernels
+        out, log_sum_exp, _ = prompt_attention(*call, in_order)
+        return out, log_sum_exp
 
     def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: List[List[Layer]]) -> None:
         """Nothing to do: kernels read starts and counts on the device."""

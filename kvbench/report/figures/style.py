@@ -134,12 +134,14 @@ def family(policy: Mapping[str, Any]) -> str:
     """
     others = [name for name in policy if name not in (*DECISIONS, "schedule") and isinstance(policy[name], Mapping)]
     for part in ("scorer", "reader", *others, "pre_pass", "store"):
-        described = policy.get(part) or {}
+        described = policy.get(part)
+        if not isinstance(described, Mapping):  # none, or a damaged result
+            continue
         name = str(described.get("class", described.get("_target_", ""))).rpartition(".")[2].lower()
         if name and not (part == "store" and name == "dense"):
             return name
     own = str(policy.get("class", policy.get("_target_", POLICY)))
-    return BASELINE if own == POLICY else own.rpartition(".")[2].lower()
+    return BASELINE if own.split(".")[-1] == "Policy" else own.rpartition(".")[2].lower()
 
 
 def looks_of(slugs: Sequence[str]) -> dict[str, Look]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, script_of
 from kvbench.models.given import borrowed
 from kvbench.policies.policy import Policy
 from kvbench.tools.bench.latency import MIB, spread
@@ -70,7 +70,7 @@ def together(model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], ne
     """Runs all variants as one batch after one prefill. Raises the error of a variant that fails."""
     with borrowed(model):
         batch, start = DecodeBatch(model, model.device.type == "cuda"), seconds(model.device)
-        sequences = batch.admit(Request(ids, new_tokens, min_new_tokens=new_tokens), policies)
+        sequences = batch.admit(Request(script_of(ids), new_tokens, min_new_tokens=new_tokens), policies)
         prefilled = seconds(model.device)
         while batch.in_flight:
             batch.step()

@@ -60,7 +60,7 @@ def measure(probe: Probe) -> list[dict[str, object]]:
     """
     request = probe.request
     assert request is not None
-    if request.context_tokens is not None or request.turns:
+    if request.is_turn or request.asks("question"):
         raise ValueError(f"policy={probe.name}: no layer can be exchanged before a question: use compress=prompt")
     policies = (full_cache(), probe.policy, _without_eviction(probe.policy, request))
     full, base, whole = (new_sequence(request, policy) for policy in policies)
@@ -83,7 +83,7 @@ def _without_eviction(policy: Policy, request: Request) -> Policy:
     if not policy.evicts or not policy.store.exact:
         return full_cache()
     allocator = Uniform() if policy.allocator.sets_budget else policy.allocator
-    return replace(policy, allocator=allocator, budget=request.input_ids.shape[1] + request.max_new_tokens)
+    return replace(policy, allocator=allocator, budget=request.length + request.max_new_tokens)
 
 
 def _places(whole: LiveSequence, heads: bool) -> Iterator[tuple[int, ...]]:

@@ -16,9 +16,10 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.attend import TorchBackend
 from kvbench.cache.hook import prepare
 from kvbench.cache.step import Step
-from kvbench.engine.batch import DecodeBatch, Request
+from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.lookahead import _DraftCache, add_to_window
+from kvbench.engine.sequence import Request, script_of
 from kvbench.policies.observation import QueryWindow
 from kvbench.policies.ranking import Ranking
 
@@ -198,7 +199,7 @@ def test_variants_share_a_lookahead_and_pay_for_it(model: PreTrainedModel, monke
     hook = model.base_model.register_forward_hook(
         lambda _, args, kwargs, out: calls.append(kwargs.get("input_ids")), with_kwargs=True
     )
-    rows = flight.admit(Request(IDS, 3), policies)
+    rows = flight.admit(Request(script_of(IDS), 3), policies)
     hook.remove()
     finish(flight)
     read = [ids for ids in calls if ids is not None]  # the head is asked for logits of hidden states

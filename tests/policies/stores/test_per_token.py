@@ -135,7 +135,7 @@ def test_evicting_while_decoding_frees_single_tokens_and_leaves_the_codes_of_the
                 held = layer.states[0].store
                 coded = [x for name, x in held.memory.items() if name.startswith(("keys ", "values "))]
                 for head, slot in (held.positions[0] >= 0).nonzero().tolist():
-                    own = [x[0, head, slot].flatten().view(torch.uint8) for x in coded]
+                    own = [x[0, head, slot].flatten().view(torch.uint8).clone() for x in coded]
                     before = known.setdefault((index, head, int(held.positions[0, head, slot])), own)
                     assert all(map(torch.equal, before, own))
                 per_slot = vectors + 4 + 4 * (eviction == "h2o")  # position, sum of attention
