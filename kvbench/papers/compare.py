@@ -222,7 +222,7 @@ def _ours(line: Line, replaced: bool) -> dict[str, str]:
     if found is None:
         return dict.fromkeys(OURS, HOLE)
     digits = max(2, len(number.printed.partition(".")[2]))
-    interval = HOLE if found.low is None else between(found.low, found.high, f".{digits}f")
+    interval = HOLE if found.low is None or found.high is None else between(found.low, found.high, f".{digits}f")
     difference = HOLE if replaced else f"{found.value - number.value:+.{digits}f}"
     held = f"{found.kept:.1f}", f"{found.nbytes / MIB:.3f}"
     return dict(zip(OURS, (f"{found.value:.{digits}f}", interval, difference, str(found.n), *held), strict=True))

@@ -30,7 +30,8 @@ def measure(row: Result) -> str:
     if row.value is None:
         return f"infinite: {row.kl_infinite:.0f} tokens" if row.kl_infinite else f"none: {row.n_failed} failed"
     specs = (".3g", ".2g") if row.measure == "KL" else (".4f", ".3f") if row.reads else (".3f", ".2f")
-    return estimate(row.value, *(row.ends or (None, None)), *specs)
+    low, high = row.ends or (None, None)
+    return estimate(row.value, low, high, *specs)
 
 
 def _against(row: Result, difference: Difference | None) -> str | None:
