@@ -116,16 +116,16 @@ class Recorder:
         """Record a call, which computes nothing; None if that failed."""
         self._tokens, graph, seen, decodes = tokens.clone(), torch.cuda.CUDAGraph(), cache.seen, cache.tables.recordable
         before, error = [] if decodes else _counts(cache), None
-        clock = torch.full((1,), seen, device=tokens.device)
+        self._clock = torch.full((1,), seen, device=tokens.device)  # tokens seen, which every replay counts on
         for sequence in () if decodes else cache.sequences:
-            sequence.clock = clock
+            sequence.clock = self._clock
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 try:
-                    places = (clock + torch.arange(tokens.shape[1], device=tokens.device)).expand_as(tokens)
-                    places = cache.tables.positions if decodes else places
+                    places = cache.tables.positions if decodes else self._positions(tokens)
                     self._logits = next_logits(self._model, self._tokens, places, cache)
-                    clock += tokens.shape[1]
+                    if not decodes:
+                        self._clock += tokens.shape[1]
                 except Exception as inside:  # the end of a recording that failed raises another one
                     error = inside
         except RuntimeError as outside:
@@ -138,6 +138,10 @@ class Recorder:
             _undo(cache, seen, before)
         self._error = error
         return graph if error is None else None
+
+    def _positions(self, tokens: Tensor) -> Tensor:
+        """The positions of a block [P,m] by the clock on the device."""
+        return (self._clock + torch.arange(tokens.shape[1], device=tokens.device)).expand_as(tokens)
 
     def _call(self, tokens: Tensor, places: Tensor, cache: KVCache) -> Tensor:
         """The logits of a call that is not recorded. If a recording failed and the call does not, it says so."""

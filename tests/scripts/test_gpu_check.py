@@ -13,25 +13,53 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import gpu_check
 
 
-def test_a_dry_run_times_policies_against_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """The results of a run in small by their names; every part that is named must have some, and none may fail."""
     out = tmp_path / "found.json"
-    assert gpu_check.main(["speed", "--dry", "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    for slug, _, _ in gpu_check.SPEED:
-        assert f"speed: {slug}, prefill of 256 tokens over transformers: " in said
-    assert "HOLD" not in said, "times of a dry run mean nothing"
+    assert gpu_check.main([*arguments, "--tiny", "--out", str(out)]) == 0
     written = json.loads(out.read_text())
-    assert {result["part"] for result in written["results"]} == {"speed"}
     assert written["environment"]["packages"]["torch"]
+    assert {result["part"] for result in written["results"]} == set(arguments[1].split(","))
+    return {result["name"]: result["value"] for result in written["results"]}
+
+
+def test_batches_and_blocks_run_in_small_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, "--parts", "batches,block")
+    for slug in gpu_check.BATCHED:
+        assert "of the bound" in found[f"{slug}, 256 tokens, batch 2"]
+    alone, several = (
+        found[f"{title} in blocks of 16, for each: operations, views included per layer and block"]
+        for title in ("1 prompt", "2 prompts")
+    )
+    assert 0 < several < alone, "prompts share the operations of a block"
+    assert "HOLD" not in capsys.readouterr().out, "times of a run in small mean nothing"
+
+
+@pytest.mark.slow("runs the model many times")
+@pytest.mark.parametrize("part", ["speed", "sweep", "stores", "long", "compile"])
+def test_every_other_part_runs_in_small(part: str, tmp_path: Path) -> None:
+    found = run(tmp_path, "--parts", part)
+    expected = {
+        "speed": [f"{slug}, decoded token, ms" for slug, _, _ in gpu_check.SPEED],
+        "sweep": ["36 variants over single runs"],
+        "stores": [f"{slug} at 256, decoded token over full" for slug in gpu_check.STORES],
+        "long": ["h2o, prefill of 1024 tokens over transformers", "cake, decoded token, ms"],
+        "compile": ["seconds at the start", "full, batch 2, of the bound"],
+    }
+    assert set(expected[part]) <= found.keys()
+
+
+def test_an_unknown_part_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--parts", "speeed"])
+    assert "no such part: speeed (allowed: equal, tests, speed, " in capsys.readouterr().err
 
 
 @pytest.mark.slow("runs policies twice, in processes of their own")
-def test_a_dry_run_compares_policies_of_two_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = str(tmp_path / "found.json")
-    assert gpu_check.main(["policies", "--dry", "--policies", "h2o,snapkv", "--out", out]) == 0
-    said = capsys.readouterr().out
-    assert "float32: compared samples: 2" in said
-    assert "float32: other kept positions than on the CPU, of 2: 0" in said
+def test_a_run_in_small_compares_policies_twice(tmp_path: Path) -> None:
+    found = run(tmp_path, "--parts", "equal", "--policies", "h2o,snapkv")
+    assert found["float32: compared samples"] == 2
+    assert found["float32: other kept positions than on the CPU, of 2"] == 0
 
 
 @pytest.mark.parametrize(("value", "code"), [(0.99, 1), (1.0, 0)])
@@ -43,7 +71,7 @@ def test_a_bound_that_does_not_hold_is_a_failure(
 
     monkeypatch.setattr(gpu_check, "PARTS", {"share": measured})
     monkeypatch.setattr(gpu_check, "write", lambda *_: None)
-    assert gpu_check.main(["share", "--out", str(tmp_path / "found.json")]) == code
+    assert gpu_check.main(["--parts", "share", "--out", str(tmp_path / "found.json")]) == code
     assert ("DOES NOT HOLD" in capsys.readouterr().out) == bool(code)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,39 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from kvbench.tools.bench.measure import Contender, Sample, contenders, measure, out_of_memory, random_prompt
+from kvbench.tools.bench.measure import (
+    Contender,
+    Sample,
+    contenders,
+    copy_rate,
+    fits,
+    measure,
+    out_of_memory,
+    random_prompt,
+    weights_read,
+)
 from kvbench.tools.bench.settings import Settings
 
 MIB = 2**20
-SHOWN = ("policy", "budget", "prompt", "batch", "prefill_ms", "decode_ms", "tokens_per_s", "held_mib", "peak_mib")
+SHOWN = (
+    "policy", "budget", "prompt", "batch", "prefill_ms", "decode_ms", "decoded_per_s", "each_per_s", "of_bound",
+    "held_mib", "peak_mib",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Bytes of the weights that a decoding step reads, None if unknown, and the rate of a plain copy in bytes/s."""
+
+    weights: int | None
+    rate: float
+
+    def share(self, samples: Sequence[Sample]) -> float | None:
+        """The time to read the weights and the cache at this rate, over the median time of a decoding step."""
+        if self.weights is None:
+            return None
+        step = float(np.median([one.decode_ms for one in samples])) / 1e3
+        return (self.weights + samples[-1].held_bytes) / self.rate / step
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -28,16 +57,20 @@ def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, 
 
     A contender that runs out of memory has a row with the error `out of memory`, and is skipped at larger batches of
     the same length. Policies with a cache of their own have one sequence, so they are measured with batch size 1 only.
+    of_bound: the time that a plain copy takes for the bytes of weights and cache, over the time of a decoding step.
     """
     everyone, _ = contenders(settings)
+    weights, rate = weights_read(model), 0.0
     for length in sorted(settings.lengths):
-        fitting = list(everyone)
+        left = list(everyone)
         for batch in sorted(settings.batches):
-            ids = random_prompt(model, batch, length)
-            measured = [one for one in fitting if batch == 1 or one.policy is None or one.policy.generator is None]
-            samples = _rounds(model, measured, ids, settings)
-            yield [_row(contender, samples.get(contender), ids, settings) for contender in measured]
-            fitting = [contender for contender in measured if contender in samples]
+            measured = [one for one in left if batch == 1 or one.policy is None or one.policy.generator is None]
+            left = [one for one in measured if fits(model, one, batch, length)]
+            samples = _rounds(model, left, random_prompt(model, batch, length), settings) if left else {}
+            rate = max(rate, copy_rate(model.device))
+            bound = Bound(weights, rate)
+            yield [_row(one, samples.get(one), batch, length, settings, bound) for one in measured]
+            left = [one for one in measured if one in samples]
 
 
 def _rounds(
@@ -58,8 +91,9 @@ def _rounds(
     return {contender: found[1:] for contender, found in samples.items()}
 
 
-def _row(contender: Contender, samples: Sequence[Sample] | None, ids: Tensor, settings: Settings) -> dict[str, Any]:
-    batch, prompt = ids.shape
+def _row(
+    contender: Contender, samples: Sequence[Sample] | None, batch: int, prompt: int, settings: Settings, bound: Bound
+) -> dict[str, Any]:
     sizes = {"policy": contender.name, "budget": contender.budget, "prompt": prompt, "batch": batch}
     row: dict[str, Any] = {**sizes, "new_tokens": settings.new_tokens, "rounds": settings.rounds}
     if samples is None:
@@ -72,6 +106,10 @@ def _row(contender: Contender, samples: Sequence[Sample] | None, ids: Tensor, se
         **spread("decode_ms", [one.decode_ms for one in samples]),
         **spread("total_ms", total),
         **spread("tokens_per_s", [1e3 * batch * settings.new_tokens / ms for ms in total]),
+        **spread("decoded_per_s", [1e3 * batch / one.decode_ms for one in samples]),
+        **spread("each_per_s", [1e3 / one.decode_ms for one in samples]),
+        "of_bound": bound.share(samples),
+        "copy_gb_per_s": bound.rate / 1e9,
         "held_mib": samples[-1].held_bytes / MIB,
         "peak_mib": max(peaks) if peaks else None,
         "error": "",

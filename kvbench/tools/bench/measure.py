@@ -8,9 +8,10 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,20 @@ from transformers import DynamicCache, PreTrainedModel
 from kvbench.cache.hook import attention
 from kvbench.cache.joining import can_record
 from kvbench.config.presets import make_policy
+from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
+from kvbench.engine.memory import free
+from kvbench.engine.sequence import Request, script_of
 from kvbench.errors import UsageError
+from kvbench.models.cache_shapes import from_config
 from kvbench.models.given import borrowed
 from kvbench.policies.policy import Policy
 from kvbench.policies.press import INSTALL
 from kvbench.tools.bench.settings import Settings
+from kvbench.tools.cache_bytes import predict
 
+WARM = 6
+"""Decoding steps that are not timed, fewer of few tokens."""
 PRESSES: dict[str, Callable[[Any], Any]] = {
     "snapkv": lambda kvpress: kvpress.SnapKVPress(window_size=32, kernel_size=7),
     "knorm": lambda kvpress: kvpress.KnormPress(),
@@ -40,7 +48,7 @@ PRESSES: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured generation. decode_ms: mean of the decoding steps. peak_bytes: None if unknown.
+    """One measured generation. decode_ms: mean of the steps after the first ones (`WARM`). peak_bytes: None if unknown.
 
     held_bytes: of the cache after the last token. peak_bytes: on CUDA the most bytes allocated, weights included; on a
     CPU the largest resident size of the process.
@@ -104,13 +112,81 @@ def random_prompt(model: PreTrainedModel, batch: int, length: int) -> Tensor:
     return torch.randint(vocabulary, (batch, length), generator=generator, device=model.device)
 
 
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second of a large copy on a device, those read and those written; the best of some copies."""
+    size = min(2**30 if device.type == "cuda" else 2**28, free(device) // 8)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target, best = torch.empty_like(source), 0.0
+    for _ in range(6):
+        start = seconds(device)
+        target.copy_(source)
+        best = max(best, 2 * size / (seconds(device) - start))
+    return best
+
+
+def weights_read(model: PreTrainedModel) -> int | None:
+    """Bytes of the weights that every decoding step reads: all but those of input embeddings that are no output too.
+
+    None for a model with experts, of which a step reads those that its tokens choose.
+    """
+    if any("experts" in name for name, _ in model.named_parameters()):
+        return None
+    whole = {id(x): x.nbytes for x in model.parameters()}
+    looked_up, output = model.get_input_embeddings().weight, model.get_output_embeddings()
+    if output is None or output.weight is not looked_up:
+        del whole[id(looked_up)]
+    return sum(whole.values())
+
+
+def fits(model: PreTrainedModel, contender: Contender, batch: int, length: int) -> bool:
+    """Whether the cache after prompts [B,T] fits into memory, as far as its bytes can be predicted.
+
+    Linux grants more memory than there is, and ends a process that uses it; on a GPU, the time of the prompts is saved.
+    """
+    config = {**model.config.get_text_config(decoder=True).to_dict(), "dtype": "float32"}
+    policy = make_policy("full") if contender.policy is None else contender.policy
+    try:
+        held = predict(policy, replace(from_config(config), dtype=model.dtype), length, batch)
+        return held.nbytes <= free(model.device)
+    except ValueError:  # its bytes depend on the content of the prompt
+        return True
+
+
 def measure(model: PreTrainedModel, contender: Contender, ids: Tensor, new_tokens: int) -> Sample:
     """Generate `new_tokens` after ids [B,T], greedily. Out-of-memory errors are raised."""
     reset_peak(model.device)
-    if contender.policy is None:
+    policy = contender.policy
+    if policy is None:
         return _transformers(model, ids, new_tokens)
-    prefill, decode, steps, held, tokens = alone(model, contender.policy, ids, new_tokens)
+    requests = [Request(script_of(row), new_tokens, min_new_tokens=new_tokens) for row in ids.split(1)]
+    batch = DecodeBatch(model, model.device.type == "cuda", strict=False)
+    if policy.generator is None and len(batch.together(requests)) == 1:
+        with borrowed(model):
+            return _steps(batch, requests, policy)
+    prefill, decode, steps, held, tokens = alone(model, policy, ids, new_tokens)
     return Sample(1e3 * prefill, 1e3 * decode / steps, held, peak(model.device), tokens)
+
+
+@torch.inference_mode()
+def _steps(batch: DecodeBatch, requests: Sequence[Request], policy: Policy) -> Sample:
+    """Prompts under one policy, and their steps; the first ones, which a GPU records, are not timed."""
+    device = requests[0].prompt.device
+    times, steps, warm = [seconds(device)], 0, min(WARM, (requests[0].max_new_tokens - 1) // 2)
+    sequences = list(chain(*batch.admit_each(requests, [policy])))
+    times.append(seconds(device))
+    while batch.in_flight:
+        if steps == warm:
+            times.append(seconds(device))
+        batch.step()
+        steps += 1
+    times.append(seconds(device))
+    for sequence in sequences:
+        if sequence.error is not None:
+            raise sequence.error
+    start, prefilled, *_, begun, end = times
+    held = sum(sequence.cache.nbytes for sequence in sequences if sequence.cache is not None)
+    tokens = [sequence.tokens for sequence in sequences]
+    return Sample(1e3 * (prefilled - start), 1e3 * (end - begun) / (steps - warm), held, peak(device), tokens)
 
 
 def alone(

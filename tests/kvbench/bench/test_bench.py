@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from kv_models import tiny
+from kv_models import tiny, tiny_mixture
 
 from kvbench import make_policy
 from kvbench.engine.generate import generate_tokens
@@ -99,6 +99,45 @@ def test_memory_that_is_too_small_is_a_row_and_larger_batches_are_not_tried(monk
     assert ("full", 4) not in tried
     assert tried[:4] == [("full", 1), ("h2o", 1)] * 2, "they take turns"
     assert found[3]["tokens_per_s"] == 1000 * 2 * 3 / (4 + 2 * 2)
+    assert (found[3]["decoded_per_s"], found[3]["each_per_s"]) == (1000, 500)
+
+
+def test_a_batch_whose_cache_cannot_fit_is_a_row_and_is_not_tried() -> None:
+    settings = Settings(policies=["full", "fp8"], lengths=[10], batches=[10**9], rounds=1, baselines=["transformers"])
+    found = [row for rows in latency.rows(tiny(), settings) for row in rows]
+    assert [(row["policy"], row["error"]) for row in found] == [
+        ("transformers", "out of memory"), ("full", "out of memory"), ("fp8", "out of memory"),
+    ]  # fmt: skip
+
+
+def test_the_bound_is_a_copy_of_weights_and_cache() -> None:
+    samples = [Sample(9.0, ms, 1_000, None, []) for ms in (2.0, 4.0, 8.0)]
+    assert latency.Bound(3_000, rate=1e6).share(samples) == 1.0  # 4,000 bytes take 4 ms, the median step as long
+    assert latency.Bound(None, rate=1e6).share(samples) is None
+
+
+def test_a_step_reads_input_embeddings_only_if_they_are_the_output_too() -> None:
+    model = tiny()
+    everything = sum(x.nbytes for x in model.parameters())
+    embeddings = model.get_input_embeddings().weight
+    assert measure.weights_read(model) == everything - embeddings.nbytes
+    model.get_output_embeddings().weight = embeddings
+    assert measure.weights_read(model) == everything - embeddings.nbytes  # there is one of the two now
+    assert measure.weights_read(tiny_mixture("mixtral")) is None
+
+
+def test_the_rate_of_a_copy_is_that_of_memory() -> None:
+    assert 1e8 < measure.copy_rate(torch.device("cpu")) < 1e12
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("batches=0", "batches must be at least 1, got 0"), ("batches=x", "could not be converted to Integer")],
+)
+def test_wrong_batches_are_refused_in_a_sentence(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line
 
 
 def test_a_shared_sweep_and_single_runs_give_the_same_answers_and_hold_the_same_bytes(
