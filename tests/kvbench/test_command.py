@@ -75,7 +75,8 @@ def test_an_interrupt_during_imports_is_one_line_and_other_programs_keep_theirs(
     started: str, code: int, message: str
 ) -> None:
     program = (
-        f"import os, signal, sys, time\nsys.argv[0] = '/bin/{started}'\nimport kvbench\n"
+        "import os, signal, sys, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"sys.argv[0] = '/bin/{started}'\nimport kvbench\n"
         "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
