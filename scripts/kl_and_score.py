@@ -2,10 +2,11 @@
 
 python scripts/kl_and_score.py results/MODEL [--runs RUNS ...]
 
---runs: first take up the runs with task.divergence=true below these folders: the mean KL of every example, as
-kl_samples.csv. From it and from the scores in samples.csv.gz (`scripts/result_tables.py` does the same) it writes
+--runs: first take up the runs with task.divergence=true below these folders: the mean KL of every example, in
+kl_samples.csv, where they replace those of the same task, budget, policy and example. From it and from the scores in
+samples.csv.gz (`scripts/result_tables.py` does the same) it writes
 
-kl.csv: for each task, budget and policy the mean KL with its interval, and the score of the pack's table.
+kl.csv: for each task, budget and policy the mean KL with its interval, and the score of the pack's table, if any.
 kl_rank.csv: Spearman's rank correlation of KL and score over the policies of a task, at each budget and at all. Its
 95% interval resamples the examples of KL and those of scores, which may be others; the policies are fixed.
 """
@@ -52,17 +53,23 @@ def kl_samples(runs: Sequence[Path]) -> pd.DataFrame:
         for sample in row.samples
         if sample.divergence is not None and sample.divergence.kl
     ]
-    return pd.DataFrame(rows).sort_values([*KEY, "example"])
+    return pd.DataFrame(rows)
+
+
+def taken_up(known: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
+    """The known examples and the new ones, which replace those of the same task, budget, policy and example."""
+    both = pd.concat([known, new]) if len(known) else new
+    return both.drop_duplicates([*KEY, "example"], keep="last").sort_values([*KEY, "example"], ignore_index=True)
 
 
 def joined(kl: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """One row for each task, budget and policy that has both, but full: KL [n] and scores [m] of its examples."""
+    """One row for each task, budget and policy but full: KL [n] of its examples, and scores [m], where it has any."""
     tables = (
         samples.dropna(subset="score").groupby([*KEY, "table"], dropna=False)["score"].apply(np.array).reset_index()
     )
     tables = tables.sort_values("score", key=lambda column: column.map(len)).drop_duplicates(KEY, keep="last")
     divergences = kl.groupby(KEY, dropna=False)["kl"].apply(np.array).reset_index()
-    found = divergences.merge(tables, on=KEY, how="inner")
+    found = divergences.merge(tables, on=KEY, how="left")
     return found[(found["policy"] != "full") & found["kl"].map(lambda x: bool(np.isfinite(x).all()))]
 
 
@@ -72,11 +79,14 @@ def means(rows: pd.DataFrame) -> pd.DataFrame:
     for row in rows.to_dict("records"):
         kl, score = row["kl"], row["score"]
         ends = weighted_interval(kl, [1.0] * len(kl)) if len(kl) >= LEAST else None
-        about, of_score = {name: row[name] for name in KEY}, mean_interval(score)
+        about = {name: row[name] for name in KEY}
         about |= {"n_kl": len(kl), "kl": kl.mean(), "kl_low": ends and ends.low, "kl_high": ends and ends.high}
-        about |= {"table": row["table"], "n_score": len(score), "score": score.mean()}
-        found.append({**about, "score_low": of_score.low, "score_high": of_score.high})
-    return pd.DataFrame(found).round(6)
+        if isinstance(score, np.ndarray):
+            of_score = mean_interval(score)
+            about |= {"table": row["table"], "n_score": len(score), "score": score.mean()}
+            about |= {"score_low": of_score.low, "score_high": of_score.high}
+        found.append(about)
+    return pd.DataFrame(found).round(6).astype({"n_score": "Int64"})
 
 
 def correlations(rows: pd.DataFrame) -> pd.DataFrame:
@@ -118,11 +128,12 @@ def write(pack: Path, samples: pd.DataFrame) -> None:
     """Write kl.csv and kl_rank.csv, from kl_samples.csv and the scores of a pack's samples."""
     rows = joined(pd.read_csv(pack / KL_SAMPLES), samples)
     means(rows).to_csv(pack / "kl.csv", index=False)
-    correlations(rows).to_csv(pack / "kl_rank.csv", index=False)
+    correlations(rows.dropna(subset="score")).to_csv(pack / "kl_rank.csv", index=False)
 
 
 def figure(rows: pd.DataFrame, ranks: pd.DataFrame, title: str) -> Figure:
     """One panel for each task: the score against KL. rows: of kl.csv; ranks: of kl_rank.csv."""
+    rows = rows.dropna(subset="score")
     tasks, largest = list(dict.fromkeys(rows["task"])), rows["budget"].max()
     looks = looks_of(sorted(rows["policy"].unique()))
     found = Figure(figsize=(3.6 * len(tasks) + 2.2, 4.4), layout="constrained")
@@ -157,7 +168,9 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, nargs="+", default=[], help="folders of runs with task.divergence=true")
     given = parser.parse_args()
     if given.runs:
-        kl_samples(given.runs).round({"kl": 6}).to_csv(given.pack / KL_SAMPLES, index=False)
+        file, new = given.pack / KL_SAMPLES, kl_samples(given.runs)
+        known = pd.read_csv(file) if file.exists() else new.head(0)
+        taken_up(known, new).round({"kl": 6}).to_csv(file, index=False)
     write(given.pack, pd.read_csv(given.pack / "samples.csv.gz"))
 
 

@@ -23,8 +23,8 @@ import yaml
 
 from kvbench.papers.claims import PAPERS, Claim, Comparison, judge, read_claims
 from kvbench.results.changes import changes
-from kvbench.results.loading import load_results
 from kvbench.results.statistics import (
+    FEWEST,
     Difference,
     corrected,
     holm,
@@ -64,8 +64,6 @@ CONTROL = {  # the control experiment: a score under four allocations of the bud
 CONTROL["DefensiveKV, official"] = tuple(policy + OFFICIAL for policy in CONTROL["DefensiveKV"])
 ALLOCATIONS = "uniform", "AdaKV", "CAKE's", "global"
 OTHERS = "full", "random", "random (recent=32)", "streamingllm"
-KL = "kl_"
-"""How folders of runs with `task.divergence=true` begin."""
 KEY = ["table", "policy", "budget", "task", "example"]
 
 
@@ -74,9 +72,9 @@ def samples(runs: Path) -> pd.DataFrame:
     """A row for each example of the finished runs in RUNS/TABLE/: scores, bytes, kept tokens, output, prompt hash."""
     rows = []
     for file in sorted(runs.glob("*/*/samples.jsonl")):
-        if file.parent.parent.name.startswith(KL):
-            continue  # they feed the answer of the full cache and have no score
         config = yaml.safe_load((file.parent / "config.yaml").read_text(encoding="utf-8"))
+        if config["identity"]["task"].get("divergence"):
+            continue  # fed the answer of the full cache, it has no score: scripts/kl_and_score.py
         for line in file.read_text(encoding="utf-8").splitlines():
             sample = json.loads(line)
             if sample["error"]:
@@ -109,17 +107,6 @@ def samples(runs: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def divergence(runs: Path) -> pd.DataFrame:
-    """Mean KL in nats from the full cache's next-token distribution (95% interval): the finished runs in RUNS/kl_*/."""
-    rows = []
-    for run in (run for folder in sorted(runs.glob(f"{KL}*")) for run in load_results(folder)):
-        if run.finished and run.measure == "KL" and run.kl is not None and not run.n_failed:
-            config = yaml.safe_load((run.folder / "config.yaml").read_text(encoding="utf-8"))
-            row = {"task": run.identity["task"]["name"], "policy": run.policy + variant(config), "budget": run.budget}
-            rows.append(row | {"n": run.n, "kl": run.kl, "low": run.kl_low, "high": run.kl_high, "run_id": run.run_id})
-    return pd.DataFrame(rows)
-
-
 def variant(config: dict[str, Any]) -> str:
     """The changed fields of a policy's parts as a remark, such as ` (official)` or ` (recent=32)`."""
     words = []
@@ -143,7 +130,8 @@ def taken_up(known: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
 def summary(found: pd.DataFrame) -> pd.DataFrame:
     """Mean score (95% interval), bytes and difference to `full` on the same examples, for each run.
 
-    p: of this difference; p_holm: corrected for all rows with the task of the row.
+    p: of this difference; p_holm: corrected for all rows with the task of the row. Neither they nor an interval are
+    given where they would be a bootstrap of fewer than FEWEST examples.
     """
     rows, compared = [], {}
     for (task, policy, budget), some in found.groupby(["task", "policy", "budget"], dropna=False, sort=False):
@@ -153,7 +141,8 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
         measure = "score" if some.score.notna().any() else "nll"
         interval = mean_interval(some[measure].tolist()) if measure == "score" else None
         less = paired_difference(full.loc[shared, measure].tolist(), own.loc[shared, measure].tolist())
-        if policy != "full" and len(shared) > 1:
+        tested = policy != "full" and len(shared) > 1 and (less.method == "tango" or len(shared) >= FEWEST)
+        if tested:
             compared[task, policy, budget] = less
         rows.append(
             {
@@ -164,9 +153,9 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
                 measure: some[measure].mean(),
                 **({"low": interval.low, "high": interval.high} if interval else {}),
                 "vs_full": less.mean if policy != "full" else None,
-                "vs_full_low": less.low if policy != "full" and len(shared) > 1 else None,
-                "vs_full_high": less.high if policy != "full" and len(shared) > 1 else None,
-                "p": less.p if policy != "full" and len(shared) > 1 else None,
+                "vs_full_low": less.low if tested else None,
+                "vs_full_high": less.high if tested else None,
+                "p": less.p if tested else None,
                 "p_holm": None,
                 **(answers(full.loc[shared], own.loc[shared]) if interval else {}),
                 "kept_per_head": some.kept_per_head.mean(),
@@ -414,10 +403,6 @@ def main() -> None:
         new_samples = samples(given.runs)
         found = found if new_samples.empty else taken_up(found, new_samples)
         found.round(6).to_csv(file, index=False, compression={"method": "gzip", "mtime": 0})
-        if not (new := divergence(given.runs)).empty:
-            old = pd.read_csv(kl) if (kl := given.pack / "divergence.csv").exists() else new.head(0)
-            both = pd.concat([old, new], ignore_index=True) if len(old) else new
-            both.drop_duplicates(KEY[1:4], keep="last").round(6).to_csv(kl, index=False)
     write(given.pack, found)
 
 

@@ -30,6 +30,8 @@ COLUMNS = (
 )  # fmt: skip
 FLOORS, CEILINGS = ("random",), ("full", "oracle")
 FULL = "full"
+FIELDS = {"official": "+policy.value.official=true", "unbias_keys": "policy.store.unbias_keys=true"}
+"""The fields behind the remarks after a policy's name; other remarks are fields of the score."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,7 @@ def rows() -> tuple[Row, ...]:
 def _of_pack(folder: Path) -> Iterator[Row]:
     """The rows of a pack's tables. A run that is in two of them is a row of the first."""
     pack = yaml.safe_load((folder / "pack.yaml").read_text(encoding="utf-8"))
-    known, kl = set(), _divergence(folder / "divergence.csv")
+    known, kl = set(), _divergence(folder / "kl.csv")
     for table, own in pack["tables"].items():
         found = [_row(pack, table, own, line) for line in _lines(folder / f"{table}.csv")]
         tracks = dict.fromkeys(row.track for row in found)
@@ -154,8 +156,7 @@ def _command(
     task = task.removesuffix("_cot_zeroshot")
     words.append(f"task={task.replace('_', '/', 1) if task.startswith(('ruler_', 'longbench_')) else task}")
     words += [f"policy={name}", *([f"budget={budget:g}"] if budget is not None else [])]
-    for change in filter(None, changed.split(", ")):
-        words.append("+policy.value.official=true" if change == "official" else f"policy.scorer.{change}")
+    words += [FIELDS.get(change, f"policy.scorer.{change}") for change in filter(None, changed.split(", "))]
     words += own.get("fields", "").split() if budget is not None else []
     words += [f"limit={own['limit']}", *([f"task.data_dir={own['data'].upper()}"] if "data" in own else [])]
     return " ".join(words)

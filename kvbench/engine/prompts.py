@@ -64,6 +64,7 @@ def prompts_for(runs: Sequence[Run]) -> Prompts:
             examples = run.task.examples(plain, run.seed, limit)
             for example in progress(examples, "prompts", limit):
                 prompt = maker.make(example)
+                _check_vocabulary(run, prompt)
                 prompts.made += _each_sample(given_answer(prompt) if run.task.divergence else prompt, run.samples)
         if not prompts.made:
             raise UsageError(f"task {run.task.name} has no examples")
@@ -105,6 +106,16 @@ def _check_length(run: Run) -> None:
     if positions is not None and run.task.truncation == "refuse" and longest > 2 * positions:
         raise UsageError(
             f"task.{name}={longest} is too long: the model's maximum is {positions} positions, choose a shorter length"
+        )
+
+
+def _check_vocabulary(run: Run, prompt: Prompt) -> None:
+    """Raise UsageError for a token that the model does not know: its tokenizer is that of another model."""
+    known = int(run.checkpoint.config.get_text_config(decoder=True).vocab_size)
+    if prompt.largest_token >= known:
+        raise UsageError(
+            f"the tokenizer of {run.checkpoint.spec.name} makes token {prompt.largest_token}, and the vocabulary of "
+            f"the model has {known} tokens: use the model's own tokenizer"
         )
 
 

@@ -80,6 +80,13 @@ class Prompt:
         return len(self.ids) + (0 if self.target is None else len(self.target))
 
     @property
+    def largest_token(self) -> int:
+        """The largest id of all given tokens."""
+        rated = [token for pair in self.pairs for token in (*pair.context, *pair.continuation)]
+        parts = [ids for ids in (self.ids, self.target) if ids is not None and len(ids)]
+        return max([*rated, *self.dictated, *self.given, *(int(ids.max()) for ids in parts)])
+
+    @property
     def continuation(self) -> Tensor | None:
         """The tokens [M] after the prompt that are scored; None if an answer is generated, or a whole text scored."""
         if self.target is not None or self.is_whole_text or not self.is_scored:

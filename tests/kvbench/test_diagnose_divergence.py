@@ -142,7 +142,7 @@ def test_it_draws_layers_and_heads() -> None:
         ),
         (["policy=h2o", "--heads"], "cannot keep a single head whole: --heads needs decode=grow"),
         (["policy=int4", "--heads"], "cannot keep a single head whole"),
-        (["policy=snapkv", "compress=context"], "no layer can be exchanged before a question: use compress=prompt"),
+        (["policy=snapkv", "compress=context"], "kvbench: policy=snapkv: no layer can be exchanged before a question"),
         (["policy=snapkv", "generation.temperature=0.5"], "compares with the greedy answer of the full cache"),
         (
             ["policy=snapkv", "task.divergence=false"],

@@ -10,7 +10,13 @@ from given_task import TEMPLATE, Given
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, processors
 from tokenizers.models import BPE
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 import kvbench
 from kvbench.errors import UsageError
@@ -264,3 +270,24 @@ def test_a_reference_that_every_output_contains_is_refused(tokenizer: PreTrained
     maker = PromptMaker(tokenizer, Given(), 100)
     with pytest.raises(UsageError, match=r"example 0: reference: '' in \['red', ''\] is an empty text"):
         maker.make(replace(example("Which?"), references=("red", "")))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tasks": "niah", "lengths": (400,)},
+        {"tasks": "niah", "lengths": (400,), "divergence": True},
+        {"tasks": "niah_dictated", "lengths": (400,)},
+        {"tasks": "perplexity", "data_dir": "text.txt", "length": 64},
+    ],
+)
+def test_a_tokenizer_of_another_model_is_refused(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("one two three " * 40)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    model.resize_token_embeddings(7)
+    with pytest.raises(UsageError, match=r"makes token \d+, and the vocabulary of the model has 7 tokens"):
+        kvbench.evaluate(model, tokenizer=tokenizer, policies="full", limit=1, **fields)

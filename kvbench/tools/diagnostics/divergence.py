@@ -21,6 +21,7 @@ from kvbench.engine.batch import DecodeBatch, new_sequence
 from kvbench.engine.divergence import Comparison, full_cache
 from kvbench.engine.prefill import prefill_prompts
 from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.errors import UsageError
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
@@ -56,12 +57,15 @@ def measure(probe: Probe) -> list[dict[str, object]]:
     """One row per layer, or per layer and KV head: the KL from full with it whole, and what that takes away.
 
     kl: of the policy, nats per token of the answer. kl_whole: with the layer or head whole. removed: kl - kl_whole.
-    Raises the error of a sequence, and ValueError if a context is compressed before its question.
+    Raises the error of a sequence, and UsageError if a context is compressed before its question.
     """
     request = probe.request
     assert request is not None
     if request.is_turn or request.asks("question"):
-        raise ValueError(f"policy={probe.name}: no layer can be exchanged before a question: use compress=prompt")
+        raise UsageError(
+            f"policy={probe.name}: no layer can be exchanged before a question: use compress=prompt, and a task whose "
+            "prompts have one question"
+        )
     policies = (full_cache(), probe.policy, _without_eviction(probe.policy, request))
     full, base, whole = (new_sequence(request, policy) for policy in policies)
     Comparison(full, [base, whole])
