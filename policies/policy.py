@@ -1,126 +1,46 @@
 """A policy: the composition of its parts, the ranking of tokens, and the slots that it gives each layer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor
 
-from kvbench.errors import LARGEST, as_python
-from kvbench.policies.allocators.allocator import Allocator, required_length
-from kvbench.policies.allocators.threshold import Matched, Threshold, with_threshold
-from kvbench.policies.allocators.uniform import Uniform
-from kvbench.policies.allocators.whole_pages import check_pages, paged_allocator
+from kvbench.errors import LARGEST
+from kvbench.policies.allocators.allocator import required_length
+from kvbench.policies.allocators.threshold import Matched, Threshold
 from kvbench.policies.checks import check_choices
-from kvbench.policies.mergers.drop import Drop
-from kvbench.policies.mergers.merger import Merger
+from kvbench.policies.composition import Budget as Budget
+from kvbench.policies.composition import Composition
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import MOVED, Observation, State
-from kvbench.policies.policy_checks import (
-    check_budget,
-    check_fair,
-    check_lookahead,
-    check_merger,
-    check_protected,
-    check_question_fits,
-    check_reader,
-    check_schedule,
-    check_share,
-    check_single,
-    check_statistics,
-    check_value,
-    least_budget,
-)
+from kvbench.policies.policy_checks import check_protected, check_question_fits, least_budget, settled
 from kvbench.policies.pre_passes.lookahead import Lookahead
-from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass, TokenRating
+from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.protections import read_by
 from kvbench.policies.ranking import Ranking, half_the_bits, protected
-from kvbench.policies.readers.reader import Reader, ReadPlan
-from kvbench.policies.schedule import Prompt, Schedule
+from kvbench.policies.readers.reader import ReadPlan
 from kvbench.policies.scorers.scorer import Scorer, protected_counts
 from kvbench.policies.selections.fair import Fair
-from kvbench.policies.selections.pages import Pages
-from kvbench.policies.selections.selection import Selection
-from kvbench.policies.stores.dense import Dense
-from kvbench.policies.stores.store import Store
-from kvbench.policies.values.value import ValueAware
-
-Budget = int | float | None
 
 
 @dataclass(frozen=True)
-class Policy:
-    """A composition of parts that defines which tokens a cache keeps. scorer None keeps every token (`full`).
+class Policy(Composition):
+    """A composition of parts that defines which tokens a cache keeps.
 
-    budget: tokens per KV head per layer on average (int), or that share of the prompt (float below 1); it includes
-    window and sinks; always None if the allocator determines the budget. granularity: one token set per `kv_head`, one
-    per `query_head` (keys and values are then stored H_q / H_kv times, and the budget counts per query head), or one
-    for all heads of a `layer`. selection: units of tokens that are kept or evicted together; None: single tokens.
-    reader: sparse attention, in which a decoded query reads `budget` of all tokens. pre_pass: forward passes before
-    eviction; defaults to the scorer's pre-pass and works only with kvbench's generation loop.
+    Parts that follow from others (a scorer's pre-pass, an allocator of whole pages) are set when a policy is made.
     Raises ValueError for an invalid combination or a budget smaller than the protected tokens.
     """
 
-    scorer: Scorer | None = None
-    value: ValueAware | None = None
-    selection: Selection | None = None
-    allocator: Allocator = field(default_factory=Uniform)
-    merger: Merger = field(default_factory=Drop)
-    store: Store = field(default_factory=Dense)
-    schedule: Schedule = field(default_factory=Prompt)
-    reader: Reader | None = None
-    granularity: Literal["kv_head", "query_head", "layer"] = "kv_head"
-    pre_pass: PrePass | None = None
-    budget: Budget = None
-    name: str = "policy"
     generator: ClassVar[str | None] = None
     """The import path of `generate(model, request, policy) -> Generation` (`kvbench.engine.generate`) of policies that
     another package computes, in a cache of its own; None: kvbench computes the policy."""
 
     def __post_init__(self) -> None:
         check_choices(self)
-        object.__setattr__(self, "budget", as_python(self.budget))
-        check_value(self.name, self.value, self.scorer, self._values_query_heads)
-        if self.reader is not None:
-            check_reader(self.name, self.reader, self.scorer, self.store, self.schedule, self.granularity)
-        check_lookahead(self.name, self.pre_pass, self.scorer, self.allocator, self.budget)
-        if self.scorer is None:
-            if self.reader is not None and self.reader.mass is not None:
-                object.__setattr__(self, "budget", None)  # it reads until the mass is reached
-            elif self.pre_pass is not None or self.reader is not None:
-                check_budget(self.budget, self.name)
-            return
-        if self.scorer.pre_pass is not None:
-            if self.pre_pass not in (None, self.scorer.pre_pass):
-                raise ValueError(f"{self.name}'s scorer already has a pre-pass, so pre_pass must not be set")
-            needless = isinstance(self.scorer.pre_pass, BlockPasses) and isinstance(self.schedule, Prompt)
-            object.__setattr__(self, "pre_pass", None if needless else self.scorer.pre_pass)
-        if isinstance(self.selection, Pages):
-            allocator = paged_allocator(self.name, self.selection, self.allocator, self.schedule, self.store)
-            object.__setattr__(self, "allocator", allocator)
-        other = self.value or self.selection
-        allocator = with_threshold(self.name, self.allocator, self.scorer, self.schedule, other)
-        object.__setattr__(self, "allocator", allocator)
-        if self.schedule.protection is not None and self.schedule.protection.single:
-            check_single(self.name, self.schedule, self.allocator, self.selection, self.scorer)
-        if isinstance(self.selection, Fair):
-            check_fair(self.name, self.selection, self.scorer, self.allocator, self.schedule, self.pre_pass)
-        self.allocator.check_policy(self.name, self.scorer.needs.window)
-        self.store.check_policy(self.name, self.schedule.returns_to_budget, self.allocator.per_head)
-        check_schedule(self.name, self.schedule, self.scorer, self.allocator, self.pre_pass)
-        check_statistics(self.name, self.scorer, self.allocator, self.merger)
-        check_merger(self.name, self.merger, self.allocator, self.store)
-        if self.allocator.sets_budget:
-            object.__setattr__(self, "budget", None)
-        else:
-            check_budget(self.budget, self.name)
-        if self.schedule.decode == "share":
-            check_share(self.name, self.budget, self.selection)
-        if isinstance(self.budget, int) and self.reader is None:
-            check_protected(self.name, self.scorer, self.allocator, self.budget)
-            if isinstance(self.selection, Pages):
-                check_pages(self.name, self.selection, self.scorer, self.budget)
+        given = Composition(**{one.name: getattr(self, one.name) for one in fields(Composition)})
+        vars(self).update(vars(settled(given)))
 
     @property
     def evicts(self) -> bool:

@@ -1,20 +1,64 @@
-"""Checks of a policy: compatibility of its parts and the smallest budget. They raise ValueError."""
+"""Makes the composition of a policy: parts that follow from others, and checks of all. They raise ValueError."""
 
-from kvbench.errors import ConfigError, counted
+from dataclasses import replace
+
+from kvbench.errors import ConfigError, as_python, counted
 from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
+from kvbench.policies.allocators.threshold import with_threshold
+from kvbench.policies.allocators.whole_pages import check_pages, paged_allocator
 from kvbench.policies.checks import LARGEST, whole_number
-from kvbench.policies.mergers.merger import Merger
+from kvbench.policies.composition import Composition
 from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass
-from kvbench.policies.readers.reader import Reader
-from kvbench.policies.schedule import Prompt, Schedule
+from kvbench.policies.schedule import Prompt
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
 from kvbench.policies.selections.fair import Fair
 from kvbench.policies.selections.pages import Pages
-from kvbench.policies.selections.selection import Selection
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.store import Store
-from kvbench.policies.values.value import ValueAware
+
+
+def settled(own: Composition) -> Composition:
+    """The composition with the parts that follow from others. Raises ValueError if parts do not fit each other."""
+    own = replace(own, budget=as_python(own.budget))
+    for check in (check_value, check_reader, check_lookahead):
+        check(own)
+    if own.scorer is None:
+        if own.reader is not None and own.reader.mass is not None:
+            return replace(own, budget=None)  # it reads until the mass is reached
+        if own.pre_pass is not None or own.reader is not None:
+            check_budget(own.budget, own.name)
+        return own
+    scorer, allocator, pages = own.scorer, own.allocator, own.selection
+    if isinstance(pages, Pages):
+        allocator = paged_allocator(own.name, pages, allocator, own.schedule, own.store)
+    allocator = with_threshold(own.name, allocator, scorer, own.schedule, own.value or own.selection)
+    own = replace(own, pre_pass=_pre_pass(own, scorer), allocator=allocator)
+    allocator.check_policy(own.name, scorer.needs.window)
+    own.store.check_policy(own.name, own.schedule.returns_to_budget, allocator.per_head)
+    for of_evictions in (check_single, check_fair, check_schedule, check_statistics, check_merger):
+        of_evictions(own, scorer)
+    if allocator.sets_budget:
+        own = replace(own, budget=None)
+    else:
+        check_budget(own.budget, own.name)
+    if own.schedule.decode == "share":
+        check_share(own)
+    if isinstance(own.budget, int) and own.reader is None:
+        check_protected(own.name, scorer, allocator, own.budget)
+        if isinstance(pages, Pages):
+            check_pages(own.name, pages, scorer, own.budget)
+    return own
+
+
+def _pre_pass(own: Composition, scorer: Scorer) -> PrePass | None:
+    """The pre-pass of a policy: its own or that of its scorer, which may be needless after a whole prompt."""
+    if scorer.pre_pass is None:
+        return own.pre_pass
+    if own.pre_pass not in (None, scorer.pre_pass):
+        raise ValueError(f"{own.name}'s scorer already has a pre-pass, so pre_pass must not be set")
+    needless = isinstance(scorer.pre_pass, BlockPasses) and isinstance(own.schedule, Prompt)
+    return None if needless else scorer.pre_pass
 
 
 def check_budget(budget: object, name: str = "") -> None:
@@ -30,8 +74,9 @@ def check_budget(budget: object, name: str = "") -> None:
         raise ValueError(f"budget must be {allowed}, got {budget!r}")
 
 
-def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, query_heads: bool) -> None:
-    """Raise ValueError unless a value-aware wrapper supports the scores. query_heads: it needs one per query head."""
+def check_value(own: Composition) -> None:
+    """Raise ValueError unless a value-aware wrapper supports the scores."""
+    name, value, scorer = own.name, own.value, own.scorer
     if value is None:
         return
     if scorer is None:
@@ -43,7 +88,9 @@ def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, quer
             f"{name} gives the tokens that it always keeps an infinite score, which a value-aware wrapper cannot "
             "weigh: use scorer.preserve=literal"
         )
-    if query_heads and (not isinstance(scorer, AttentionScorer) or scorer.needs.kv_heads_only):
+    if (value.needs.query_heads or own.granularity == "layer") and (
+        not isinstance(scorer, AttentionScorer) or scorer.needs.kv_heads_only
+    ):
         raise ValueError(
             f"{name} scores KV heads, not query heads, so gqa=group_l2, gqa=score_mean and granularity=layer "
             "with a value-aware wrapper are not supported; use gqa=alpha_mean"
@@ -55,10 +102,9 @@ def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, quer
         )
 
 
-def check_lookahead(
-    name: str, pre_pass: PrePass | None, scorer: Scorer | None, allocator: Allocator, budget: int | float | None
-) -> None:
+def check_lookahead(own: Composition) -> None:
     """Raise ValueError unless a lookahead and the scorer fit each other."""
+    name, pre_pass, scorer = own.name, own.pre_pass, own.scorer
     if not isinstance(pre_pass, Lookahead):
         if scorer is not None and scorer.needs.lookahead:
             raise ConfigError(
@@ -72,10 +118,10 @@ def check_lookahead(
             f"{name} adds queries to an observation window, and its scorer has none that ends the prompt: use a scorer "
             "with window=, such as snapkv, or tova"
         )
-    if pre_pass.drafter is not None and allocator.sets_budget:
+    if pre_pass.drafter is not None and own.allocator.sets_budget:
         raise ValueError(f"{name} has no budget to which draft=evicted could evict the prompt: use draft=full")
-    if isinstance(budget, int):
-        check_draft(name, pre_pass, budget)
+    if isinstance(own.budget, int):
+        check_draft(name, pre_pass, own.budget)
 
 
 def check_draft(name: str, pre_pass: Lookahead, budget: int) -> None:
@@ -88,18 +134,19 @@ def check_draft(name: str, pre_pass: Lookahead, budget: int) -> None:
         )
 
 
-def check_share(name: str, budget: object, selection: Selection | None) -> None:
+def check_share(own: Composition) -> None:
     """Raise ValueError if decoding cannot return to a share of all tokens: no share, or units of several tokens."""
-    if not isinstance(budget, float):
-        raise ConfigError("decode", "share", why=f"needs a share as budget, such as budget=0.5, got budget={budget}")
-    if isinstance(selection, Pages):
-        raise ValueError(f"{name} keeps whole pages, which decode=share would cut: use decode=evict or decode=grow")
+    if not isinstance(own.budget, float):
+        raise ConfigError(
+            "decode", "share", why=f"needs a share as budget, such as budget=0.5, got budget={own.budget}"
+        )
+    if isinstance(own.selection, Pages):
+        raise ValueError(f"{own.name} keeps whole pages, which decode=share would cut: use decode=evict or decode=grow")
 
 
-def check_schedule(
-    name: str, schedule: Schedule, scorer: Scorer, allocator: Allocator, pre_pass: PrePass | None
-) -> None:
+def check_schedule(own: Composition, scorer: Scorer) -> None:
     """Raise ValueError unless scorer and allocator have the required statistics when the schedule evicts."""
+    name, schedule, allocator, pre_pass = own.name, own.schedule, own.allocator, own.pre_pass
     needs, measures = scorer.needs, isinstance(allocator, StatisticAllocator)
     all_layers_first = measures or isinstance(allocator, JointAllocator)
     whole, attends_first = isinstance(schedule, Prompt), schedule.order == "attend_then_evict"
@@ -130,19 +177,20 @@ def check_schedule(
         )
 
 
-def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Merger) -> None:
+def check_statistics(own: Composition, scorer: Scorer) -> None:
     """Raise ValueError unless the scorer keeps the running statistics that other parts read."""
-    for what, part in (("allocator", allocator), ("merger", merger)):
+    for what, part in (("allocator", own.allocator), ("merger", own.merger)):
         missing = [statistic for statistic in part.needs.statistics if statistic not in scorer.needs.statistics]
         if missing:
             raise ValueError(
-                f"the {what} of {name} reads {' and '.join(missing)}, which its scorer "
+                f"the {what} of {own.name} reads {' and '.join(missing)}, which its scorer "
                 f"{type(scorer).__name__} does not keep: use another scorer, such as h2o"
             )
 
 
-def check_merger(name: str, merger: Merger, allocator: Allocator, store: Store) -> None:
+def check_merger(own: Composition, scorer: Scorer) -> None:
     """Raise ValueError unless the merger's queries are available and the store supports its biases."""
+    name, merger, allocator, store = own.name, own.merger, own.allocator, own.store
     if merger.needs.window and isinstance(allocator, StatisticAllocator | JointAllocator):
         raise ValueError(
             f"the merger of {name} reads the prompt's newest queries, which are released before its allocator has "
@@ -175,36 +223,34 @@ def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int
     )
 
 
-def check_fair(
-    name: str,
-    selection: Fair,
-    scorer: Scorer,
-    allocator: Allocator,
-    schedule: Schedule,
-    pre_pass: PrePass | None,
-) -> None:
+def check_fair(own: Composition, scorer: Scorer) -> None:
     """Raise ValueError unless the parts of a prompt can keep their shares, and its queries are there to score them."""
-    if isinstance(allocator, StatisticAllocator):
+    name, schedule = own.name, own.schedule
+    if not isinstance(own.selection, Fair):
+        return
+    if isinstance(own.allocator, StatisticAllocator):
         raise ValueError(
             f"{name} keeps the same share of each part of a prompt in every layer, but its layers share the budget by "
             "a statistic: use an allocator without statistics, such as uniform or pyramid"
         )
-    if selection.divides(scorer) and (not isinstance(schedule, Prompt) or schedule.late or pre_pass is not None):
+    whole = isinstance(schedule, Prompt) and not schedule.late and own.pre_pass is None
+    if own.selection.divides(scorer) and not whole:
         raise ValueError(
             f"{name} divides the window of queries among the parts of a prompt, which must be one block without a "
             "pre-pass: use schedule=prompt, late=false and a policy without lookahead, such as fair_snapkv"
         )
 
 
-def check_single(
-    name: str, schedule: Schedule, allocator: Allocator, selection: Selection | None, scorer: Scorer
-) -> None:
+def check_single(own: Composition, scorer: Scorer) -> None:
     """Raise ValueError unless tokens that the schedule protects can always stay: whatever else is kept, one by one."""
-    if isinstance(allocator, StatisticAllocator) or isinstance(selection, Pages) or scorer.needs.question:
+    protection, shares = own.schedule.protection, isinstance(own.allocator, StatisticAllocator)
+    if protection is None or not protection.single:
+        return
+    if shares or isinstance(own.selection, Pages) or scorer.needs.question:
         raise ValueError(
-            f"protect={schedule.protect} keeps single tokens in every layer, which {name} does not support: its layers "
-            "share the budget by a statistic, it keeps whole pages, or it keeps the question; use another policy, such "
-            "as snapkv"
+            f"protect={own.schedule.protect} keeps single tokens in every layer, which {own.name} does not support: "
+            "its layers share the budget by a statistic, it keeps whole pages, or it keeps the question; use another "
+            "policy, such as snapkv"
         )
 
 
@@ -217,11 +263,12 @@ def check_question_fits(name: str, question: int, budget: int) -> None:
         )
 
 
-def check_reader(
-    name: str, reader: Reader, scorer: Scorer | None, store: Store, schedule: Schedule, granularity: str
-) -> None:
+def check_reader(own: Composition) -> None:
     """Raise ValueError unless tokens are stored unchanged, as sparse attention requires, and evicted as it plans."""
-    if type(store) is not Dense or granularity != "kv_head" or (scorer is not None and not reader.evicts):
+    name, reader, scorer, schedule = own.name, own.reader, own.scorer, own.schedule
+    if reader is None:
+        return
+    if type(own.store) is not Dense or own.granularity != "kv_head" or (scorer is not None and not reader.evicts):
         raise ValueError(
             f"{name} uses sparse attention and keeps every token: it must be combined with no scorer, the "
             "dense store and granularity=kv_head"

@@ -57,7 +57,8 @@ class Schedule(ABC):
         idle = self.protection is not None and self.decode in self.protection.no_effect
         if idle or (self.every > 1 and self.decode != "evict"):
             raise ValueError(
-                f"every= and protect=prompt need decode=evict: they have no effect with decode={self.decode}"
+                f"every= and protect={self.protect if idle else 'prompt'} need decode=evict: they have no effect with "
+                f"decode={self.decode}"
             )
         if self.rerotate and self.order == "evict_then_attend":
             raise ValueError("rerotate=true needs order=attend_then_evict")

@@ -24,11 +24,6 @@ def test_a_cache_needs_neither_models_nor_a_compiler() -> None:
     assert not found & {"transformers.modeling_utils", "scipy", "pandas", *COMPILER, *LIBRARIES}
 
 
-def test_help_needs_no_torch() -> None:
-    found = imported("from kvbench.cli import main\nmain(['--help'])")
-    assert not found & {"torch", "transformers", "numpy", "pandas", *LIBRARIES}
-
-
 @pytest.mark.slow("a run in a process of its own")
 def test_a_run_needs_no_library_of_other_tasks_or_of_reports(tmp_path: Path) -> None:
     found = imported(f"from kvbench.cli import main\nassert main(['limit=1', 'out={tmp_path}']) == 0")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.stores.codec import Codec
@@ -17,6 +18,8 @@ from kvbench.policies.values.value import ValueAware
 @dataclass(frozen=True)
 class LargeKeys(Scorer):
     """Keep the keys of large norm."""
+
+    needs = Needs(keys=True)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return observation.keys.float().norm(dim=-1)  # [B,H_kv,T,D] -> [B,H_kv,T], higher = keep

@@ -29,7 +29,7 @@ class Vatp(AttentionScorer):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=self.window)
+        return Needs(window=self.window, keys=True)
 
     def protects(self, budget: int) -> Protected:
         return Protected(first=self.sinks, newest=self.window)

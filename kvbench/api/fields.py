@@ -12,6 +12,7 @@ class RunFields(TypedDict, total=False):
 
     every: int | None
     protect: str | None
+    watch: Sequence[Mapping[str, Any]]
     allow_version_mismatch: bool
     generation: Mapping[str, Any]
     engine: Mapping[str, Any]

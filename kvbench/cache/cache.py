@@ -303,7 +303,9 @@ class KVCache(Cache):
         self._finish([sequence for sequence in self.sequences if not sequence.waits])
 
     def _finish(self, sequences: List[Sequence]) -> None:
-        """The evictions of a call are done: check the budgets."""
+        """The evictions of a call are done: show them, and check the budgets."""
+        for sequence in sequences:
+            sequence.show_evicted()
         for sequence in [one for one in sequences if one.error is None and one.needs_check()]:
             try:
                 check_call(sequence)

@@ -32,9 +32,8 @@ def can_cut(sequence: Sequence) -> bool:
     policy = sequence.policy
     if policy.merger.merges or policy.schedule.rerotate or policy.allocator.per_head:
         return False
-    return sequence.on_evict is None and all(
-        isinstance(layer.store, SlotStore) and layer.store.starts is None for layer in sequence.layers if layer.opened
-    )
+    stores = [layer.store for layer in sequence.layers if layer.opened]
+    return all(isinstance(store, SlotStore) and store.starts is None for store in stores)
 
 
 def cut_to_shares(sequences: List[Sequence], measured: int) -> None:

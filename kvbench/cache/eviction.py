@@ -131,7 +131,7 @@ def joins(step: Step) -> bool:
     if needs.hidden or needs.memory or policy.merger.merges or type(policy.allocator).heads is not Allocator.heads:
         return False
     plain = _plain(step.layer.store) and step.layer.store.slots.bias is None and call.sinks is None
-    return plain and call.latents is None and step.sequence.on_evict is None
+    return plain and call.latents is None
 
 
 def _prepare(step: Step) -> None:
@@ -322,8 +322,6 @@ def compact(
         in_order = ranking.ascending and ranking.packed
         _keep(steps, slots_in_order(ranking.positions, kept, target, in_order), seen, state)
         return
-    if first.sequence.on_evict is not None:
-        first.sequence.on_evict(layer, ranking, kept)
     paged = isinstance(held, PagedStore)
     if paged and per_head is not None:  # whole pages may hold fewer tokens than the target
         target = int(per_head.max())
@@ -380,5 +378,4 @@ def _by_order(step: Step, ranking: Ranking) -> bool:
     if step.phase != "prompt" or backends.backend_of(ranking.scores).reads_at_once or step.layer.ranking is not None:
         return False
     masked = policy.merger.merges or policy.schedule.rerotate or policy.needs.kept or policy.allocator.per_head
-    plain = _plain(step.layer.store) and ranking.ascending and ranking.packed
-    return plain and not masked and step.sequence.on_evict is None
+    return _plain(step.layer.store) and ranking.ascending and ranking.packed and not masked

@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.families import layout_of
 from kvbench.cache.layer import Layer
+from kvbench.cache.watcher import Watcher
 from kvbench.policies.policy import Policy
-from kvbench.policies.ranking import Ranking
 from kvbench.policies.schedule import Span
 
 _RULES: dict[object, object] = {}
@@ -54,9 +54,8 @@ class Sequence:
     forward passes; passed_entries: those they add to the footprint. waits: the evictions of a prompt wait. isolated:
     an error is stored in `error` instead of raised, so that others continue. takes_several: a call may bring several
     tokens after the prompt, each of which counts as a decoded token. peak_nbytes: the most bytes held so far.
-    on_change: called with a layer's index after every change of its contents. on_evict: called with a layer, its scores
-    and the kept slots, bool [1,H_kv,T], before several tokens are evicted. nan_layer: the first layer that had a NaN
-    score.
+    on_change: called with a layer's index after every change of its contents. watchers: told what every call evicts.
+    nan_layer: the first layer that had a NaN score.
     """
 
     def __init__(
@@ -83,7 +82,8 @@ class Sequence:
         self.error: Exception | None = None
         self.isolated = self.waits = False
         self.on_change: Callable[[int], None] | None = None
-        self.on_evict: Callable[[Layer, Ranking, Tensor], None] | None = None
+        self.watchers: list[Watcher] = []
+        self._held: dict[int, Tensor] = {}  # [H_kv,T] bool by layer: tokens held when the watchers were told last
         self.nan_layer: int | None = None
         self.nan_flags: dict[int, Tensor] = {}  # [1] bool by layer: NaN scores of decoding steps on a GPU
         self.peak_nbytes = self._total_bytes = 0
@@ -263,6 +263,19 @@ class Sequence:
                 positions = self.clock[None] + torch.arange(span.end - span.start, device=device)
             self._places[span, device] = positions, positions[0, -1:] + 1  # a new tensor would make the host wait
         return self._places[span, device]
+
+    def show_evicted(self) -> None:
+        """After a call: tell the watchers which tokens each layer has evicted since the last time."""
+        for layer in self.layers if self.watchers else ():
+            if layer.opened:
+                positions = layer.positions[0]
+                held = positions.new_zeros(len(positions), self.seen + 1, dtype=torch.bool)
+                held = held.scatter_(1, positions + 1, True)[:, 1:]  # the first column: empty slots
+                before = self._held.get(layer.index, held[:, :0])
+                new = before.new_ones(len(held), self.seen - before.shape[1])
+                self._held[layer.index] = held
+                for watcher in self.watchers:
+                    watcher.evicted(layer.index, torch.cat([before, new], 1) & ~held, self.seen)
 
     def needs_check(self) -> bool:
         """End a call, whose evictions are done. Returns whether the audit has to look at the sequence.

@@ -87,6 +87,7 @@ def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
         parts=tuple(sorted(a for name, parts in prompt.spans.items() if name not in HIDDEN for a, _ in parts)),
         protected=tuple(sorted(part for name in task.protects for part in prompt.spans.get(name, ()))),
         next_turn="own" if prompt.own else None,
+        watch=run.watch,
     )
 
 
@@ -199,6 +200,7 @@ def _cache_fields(run: Run, cache: HeldCache, processed: int, decode_steps: int 
     }
     for sequence in cache.sequences:
         fields["clipped"] = clipped(sequence.layers)
+        fields["watched"] = {watcher.name: watcher.value() for watcher in sequence.watchers} or None
         if run.policy.pre_pass is not None:
             fields |= {"pre_pass_tokens": sequence.passed, "pre_pass_steps": sequence.passes}
         if run.policy.reader is not None:

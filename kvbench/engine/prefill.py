@@ -6,6 +6,7 @@ sequences of one batch.
 Shapes: B batch, S sequences, T prompt tokens, M tokens after it, V vocabulary.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 
@@ -238,6 +239,7 @@ def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
             kind = WatchedCache if request.asks("scored") else KVCache
             ids, sequence.cache = open_cache(model, request.prompt, sequence.policy, kind, request.question)
             held = sequence.cache.sequence
+            held.watchers = copy.deepcopy([*request.watch])
             held.isolated, held.takes_several = True, held.takes_several or asks
         except ValueError as error:
             sequence.error = error

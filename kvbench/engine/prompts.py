@@ -147,6 +147,10 @@ def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
             f"generation.temperature={sampling.temperature} has no effect: task {run.task.name} scores tokens that "
             "are given, leave it out"
         )
+    if run.watch and not all(in_batch(run, prompt) for prompt in prompts):
+        raise UsageError(
+            f"watch has no effect: task {run.task.name} is computed as a whole under {run.policy_name}, leave it out"
+        )
     if run.policy.needs.question:
         unclear = next((prompt for prompt in prompts if prompt.question is None), None)
         if unclear is not None:

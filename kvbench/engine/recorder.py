@@ -117,8 +117,10 @@ class Recorder:
         self._tokens, graph, seen, decodes = tokens.clone(), torch.cuda.CUDAGraph(), cache.seen, cache.tables.recordable
         before, error = [] if decodes else _counts(cache), None
         self._clock = torch.full((1,), seen, device=tokens.device)  # tokens seen, which every replay counts on
-        for sequence in () if decodes else cache.sequences:
-            sequence.clock = self._clock
+        watchers = {sequence: sequence.watchers for sequence in cache.sequences}
+        for sequence in watchers:
+            sequence.watchers = []  # nothing is evicted
+            sequence.clock = None if decodes else self._clock
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 try:
@@ -130,8 +132,8 @@ class Recorder:
                     error = inside
         except RuntimeError as outside:
             error = error or outside
-        for sequence in cache.sequences:
-            error, sequence.error = error or sequence.error, None
+        for sequence, own in watchers.items():
+            error, sequence.error, sequence.watchers = error or sequence.error, None, own
         if decodes:
             cache.tables.count(seen - cache.seen)
         else:
@@ -159,13 +161,15 @@ class Recorder:
 
 def _count(cache: KVCache, tokens: int) -> None:
     """Count a call that the device took: `tokens` of every sequence."""
-    if cache.tables.recordable:
+    decodes = cache.tables.recordable
+    if decodes:
         cache.tables.count(1)
-        return
     for sequence in cache.sequences:
-        sequence.tick(tokens)
-        for layer in sequence.layers:
-            layer.footprint += fed(layer.count, tokens)
+        if not decodes:
+            sequence.tick(tokens)
+            for layer in sequence.layers:
+                layer.footprint += fed(layer.count, tokens)
+        sequence.show_evicted()
 
 
 Counts = list[tuple[Layer, int, float, int, int, tuple[Tensor, Tensor] | None]]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.sequence import Sequence as CachedSequence
+from kvbench.cache.watcher import Watcher
 from kvbench.engine.logits import NOT_A_NUMBER
 from kvbench.engine.scores import Scores
 from kvbench.policies.policy import Policy
@@ -87,9 +88,9 @@ class Request:
     min_new_tokens. given: they are the whole answer. example: seed of the run and index of the example, for policies
     that use random numbers; None: their own seed. parts: positions of the first tokens of the parts of the prompt that
     the task names. protected: positions [first, end) of the parts that protect=span keeps. report: called with the
-    number of tokens, over all sequences, after the prompt and after every call that scores some. next_turn: what the
-    next turn continues from: "golden": a copy of the cache before the answer; "own": the cache after the answer; None:
-    no turn follows.
+    number of tokens, over all sequences, after the prompt and after every call that scores some. watch: watchers of
+    evictions, of which each sequence has a copy. next_turn: what the next turn continues from: "golden": a copy of the
+    cache before the answer; "own": the cache after the answer; None: no turn follows.
     """
 
     script: tuple[Feed, ...]
@@ -106,6 +107,7 @@ class Request:
     parts: tuple[int, ...] = ()
     protected: tuple[tuple[int, int], ...] = ()
     report: Callable[[int], None] | None = None
+    watch: tuple[Watcher, ...] = ()
     next_turn: Literal["golden", "own"] | None = None
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
@@ -155,12 +156,19 @@ def results_table(rows: Sequence[Result]) -> Table:
     Rows are grouped by model, task and schedule; rows without eviction are first.
     """
     rows = grouped(rows)
-    shown = [one for one in _COLUMNS if any(one.shown(row) and one.text(row) is not None for row in rows)]
+    watched = dict.fromkeys(name for row in rows for name in row.watched)
+    columns = *_COLUMNS, *(_Column(name, partial(_watched, name)) for name in watched)
+    shown = [one for one in columns if any(one.shown(row) and one.text(row) is not None for row in rows)]
     numbers = {one.title: [one.text(row) or NONE for row in rows] for one in shown}
     if AGAINST in numbers:
         differences = corrected({row: row.difference for row in rows if row.difference})
         numbers[AGAINST] = [_against(row, differences.get(row)) or NONE for row in rows]
     return labelled(rows, numbers, [one.legend for one in shown if one.legend])
+
+
+def _watched(name: str, row: Result) -> str | None:
+    value = row.watched.get(name)
+    return None if value is None else f"{value:.4g}"
 
 
 def labelled(rows: Sequence[Result], columns: Mapping[str, Sequence[str]], legend: Sequence[str]) -> Table:

@@ -102,6 +102,7 @@ COLUMNS = (
     Column("max_kept_tokens", "[layer][KV head] most tokens held during scoring, as JSON", "json"),
     Column("nll_curve", "cumulative mean NLL by context length, as JSON", "json", at="curve"),
     Column("official", "aggregates of the benchmark's own scripts, as JSON", "json"),
+    Column("watched", "numbers of watchers of evictions (`watch=`), mean per example, as JSON", "json"),
     Column("official_intervals", "95% intervals of the aggregates over subsets, as JSON", "json"),
     *_MEASURED[:_BYTES],
     Column("bits_per_number", "quantized stores: bits used for each number of the full cache"),

@@ -152,7 +152,7 @@ def _check_kinds(row: Result) -> None:
     numbers = {name: getattr(row, name) for name in (*measured, "perplexity")}
     about = {"code": row.identity.get("code"), "kvbench_revision": row.environment["kvbench_revision"]}
     texts = {"interval": row.interval, "weights": row.weights, "device": row.device, **about}
-    nested = {name: getattr(row, name) for name in ("official", "official_intervals", "groups", "curve")}
+    nested = {name: getattr(row, name) for name in ("official", "official_intervals", "groups", "watched", "curve")}
     wrong = [name for name, value in whole.items() if type(value) is not int or abs(value) > LARGEST]
     wrong += [name for name, value in numbers.items() if value is not None and not _is_number(value)]
     wrong += [name for name, value in texts.items() if not isinstance(value, str | None)]

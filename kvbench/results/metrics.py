@@ -245,7 +245,8 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
     count answers. If an example failed, there is no score: a mean over the others would favour a policy that exceeded
     its budget. n_shared: the number of examples batched with others; if it is not 0, times and device_peak_bytes are
     missing. likelihood: for runs on given texts, which have no score (see `_likelihood`). official: the aggregates of
-    the benchmark's own scripts; official_intervals: 95% intervals of their means over subsets.
+    the benchmark's own scripts; official_intervals: 95% intervals of their means over subsets. watched: numbers of
+    watchers.
     """
     good = [s for s in samples if s.error is None]
     shared = sum(s.shared for s in good)
@@ -265,7 +266,14 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         "official": summary([s if s.answer is None else replace(s, output=s.answer) for s in samples]),
         "official_intervals": average_intervals(samples),
         "groups": _groups(samples),
+        "watched": _watched(good),
     }
+
+
+def _watched(samples: Sequence[Sample]) -> dict[str, float | None]:
+    """The numbers of watchers, mean over the examples that have one."""
+    names = dict.fromkeys(name for sample in samples for name in sample.watched or ())
+    return {name: _mean([(sample.watched or {}).get(name) for sample in samples]) for name in names}
 
 
 def running(samples: Sequence[Sample], bounded: bool) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Result(Numbers, Described):
     official: Mapping[str, float | None]
     official_intervals: Mapping[str, Sequence[float]]
     groups: Mapping[str, Mapping[str, Any]]
+    watched: Mapping[str, float | None]
     reads: bool = False  # whether given texts were scored; then `value` is the NLL, and lower is better
     nll: float | None = None
     nll_low: float | None = None

@@ -114,6 +114,7 @@ class Sample:
     keys, values and positions, and the summaries that were read, over all layers.
     masked_tokens*: [L][H_kv] tokens held whose keys the policy masks, so that they take memory but no part in
     attention.
+    watched*: numbers of watchers of evictions (`watch=`), by name.
     sample*: number of the answer among several answers to one prompt, from 0; `index` then counts answers.
     shared_prefill*, rows_in_flight*: number of sequences that shared the prefill, and the most that were decoded as one
     batch. If either is above 1, seconds and device_peak_bytes are null. Bytes and tokens do not depend on the batch.
@@ -168,6 +169,7 @@ class Sample:
     kept_prompt: float | None = None
     heads_whole: dict[str, float] | None = None
     clipped: int | None = None
+    watched: dict[str, float | None] | None = None
 
     @property
     def shared(self) -> bool:
@@ -183,7 +185,7 @@ _OPTIONAL = (
     *("read_tokens", "read_bytes"),
     *("sample", "state_bytes", "masked_tokens", "recomputed_tokens", "finish_reason", "kv_footprint", "kept_spans"),
     *("answer", "in_thought", "divergence", "repetition", "kept_spans_start", "kept_prompt", "heads_whole"),
-    "clipped",
+    *("clipped", "watched"),
 )
 
 log = logging.getLogger(__name__)

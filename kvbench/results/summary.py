@@ -156,7 +156,7 @@ def read_summary(folder: Path) -> Summary | None:
 
 def _sound(numbers: Mapping[str, Any]) -> bool:
     """Whether the numbers of metrics.json are numbers."""
-    nested = ("likelihood", "official", "official_intervals", "groups", "interval")
+    nested = ("likelihood", "official", "official_intervals", "groups", "watched", "interval")
     return all(_is_number(value) for name, value in numbers.items() if name not in nested)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -16,6 +16,7 @@ import torch
 
 from kvbench.cache.families import layout_of
 from kvbench.cache.joining import can_record
+from kvbench.cache.watcher import Watcher
 from kvbench.config.compose import find
 from kvbench.config.parts import build, refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, check_method, named_config, scheduled
@@ -63,6 +64,7 @@ class Run:
     save_seconds: float = 10  # an example is on disk this long after it started: see `Pace`
     changed: tuple[str, ...] = ()  # fields of the identity that differ from the presets
     sampling: Sampling | None = None  # None: as the task defines it
+    watch: tuple[Watcher, ...] = ()
     samples: int = 1  # answers to each prompt; limit and samples count answers
 
     @property
@@ -79,6 +81,7 @@ class Run:
         by its digest.
         """
         policy, task = describe(self.policy, without=("budget", "name")), with_data(describe(self.task))
+        watch = describe(self.watch)
         return {
             "version": IDENTITY_VERSION,
             "model": dict(self.checkpoint.identity),
@@ -90,7 +93,8 @@ class Run:
             "seed": self.seed,
             "generation": {**self._decoding, **prompt_fields(vars(self.checkpoint.spec))},
             **({"compile": True} if self.compile else {}),  # rounds differently
-            "code": code_digest([policy, task]),
+            **({"watch": watch} if watch else {}),
+            "code": code_digest([policy, task, watch]),
         }
 
     @property
@@ -134,9 +138,10 @@ def build_run(config: RunConfig) -> Run:
     policy, task = _policy(config), _task(config)
     compress = _compress(config, policy, task)
     _check_spans(policy, task)
+    watch = _watchers(config.watch)
     cuda_graph = _cuda_graph(config.engine.cuda_graph, policy, device)
     out = out_folder(config.out)
-    trust(modules_of([describe(policy), describe(task)]))  # the user named these classes
+    trust(modules_of([describe(policy), describe(task), describe(watch)]))  # the user named these classes
     spec = _model_spec(config)
     checkpoint = locate(spec, config.dtype or "null") if config.given is None else checkpoint_of(config.given, spec)
     with _in_policy(config):
@@ -162,6 +167,7 @@ def build_run(config: RunConfig) -> Run:
         changed=changed_fields(config) + (() if checkpoint.dtype == checkpoint.stored_dtype else ("dtype",)),
         sampling=sampling,
         samples=samples,
+        watch=watch,
     )
 
 
@@ -202,6 +208,19 @@ def check_context(policy: Policy) -> None:
             f"{policy.name} compresses a context by its question, which is not known with compress=context: use "
             "compress=prompt"
         )
+
+
+def _watchers(configs: Sequence[object]) -> tuple[Watcher, ...]:
+    """The watchers of evictions. Raises ConfigError."""
+    found: dict[str, Watcher] = {}
+    for place, config in enumerate(configs):
+        watcher = build(config, (f"watch[{place}]",))
+        if not isinstance(watcher, Watcher):
+            raise ConfigError(f"watch[{place}]", config, why="is not a watcher: its _target_ must name a Watcher")
+        if watcher.name in found:
+            raise ConfigError(f"watch[{place}]", config, why=f"is a second watcher with the name {watcher.name}")
+        found[watcher.name] = watcher
+    return tuple(found.values())
 
 
 def _check_spans(policy: Policy, task: Task) -> None:

@@ -103,6 +103,7 @@ class RunConfig:
     out: str | int = "results/runs"
     device: str = "auto"
     dtype: str | None = "auto"
+    watch: Sequence[Tree] = ()
     dry_run: bool = False
     allow_version_mismatch: bool = False
     generation: Generation = Generation()

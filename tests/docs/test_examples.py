@@ -15,7 +15,7 @@ import pytest
 from kvbench.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("policy", "pre_pass", "reader", "task", "parts")
+PAGES = ("policy", "pre_pass", "reader", "watcher", "protection", "task", "parts")
 SHOWN = ("policy", "reader")
 """The pages with the output of their first command."""
 

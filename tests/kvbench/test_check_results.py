@@ -31,7 +31,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "decode=evict",
         "every=1",
         "task.length=300",
-        "task.max_new_tokens=24",
+        "task.max_new_tokens=12",
     ]
     assert run(["-m", *shared, "task=ruler/niah_single_1", *context]) == 0
     sampled = ["policy=h2o", "budget=64", "task=niah", "task.lengths=[200]", "limit=1", "generation.temperature=1.0"]

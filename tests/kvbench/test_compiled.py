@@ -20,6 +20,7 @@ def tokens(model: nn.Module, slug: str) -> list[list[int]]:
     return generate_tokens(model, torch.tensor([prompt(60)]), make_policy(slug, 40), max_new_tokens=6).tokens
 
 
+@pytest.mark.slow("compiles")
 def test_compiled_layers_change_no_token_and_are_compiled_only_inside() -> None:
     model = prepare(tiny(dtype=torch.float32))
     graphs: list[torch.fx.GraphModule] = []
@@ -37,6 +38,7 @@ def test_compiled_layers_change_no_token_and_are_compiled_only_inside() -> None:
     assert len(graphs) == count
 
 
+@pytest.mark.slow("compiles")
 def test_a_model_that_cannot_be_compiled_is_refused_with_one_message() -> None:
     model = prepare(tiny(dtype=torch.float32))
 
@@ -50,6 +52,10 @@ def test_a_model_that_cannot_be_compiled_is_refused_with_one_message() -> None:
         compiled_layers(model, True, backend),
     ):
         pass
+
+
+def test_a_model_whose_layers_are_in_no_list_is_refused() -> None:
+    model = prepare(tiny(dtype=torch.float32))
     model.model.layers = nn.Sequential(*model.model.layers)
     with pytest.raises(UsageError, match="its decoder layers are in no list"), compiled_layers(model, True):
         pass

@@ -14,6 +14,7 @@ from kv_models import prompt as words
 from kv_models import tiny
 from kv_presets import kinds
 from kv_runs import finish, kept_now
+from kv_watch import Ledger, ledger_of
 from op_tape import Tape, record
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from kvbench.policies.scorers.h2o import H2O
 from kvbench.policies.stores.slots import GROWTH
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BUDGET, LENGTH, NEW = 40, 60, 12
+BUDGET, LENGTH, NEW = 40, 60, 9
 CODES = ("fp8", "int8", "int4", "turboquant")
 WITH_WINDOWS = ("snapkv", "ada_snapkv", "p2a_snapkv", "caote_snapkv", "fastcaote_snapkv")
 
@@ -78,7 +79,8 @@ def llama() -> Any:
 
 
 def request(length: int, new: int, seed: int = 0, **fields: Any) -> Request:
-    return Request(script_of(torch.tensor([words(length, seed)], device=DEVICE)), new, question=length - 6, **fields)
+    script = script_of(torch.tensor([words(length, seed)], device=DEVICE))
+    return Request(script, new, question=length - 6, watch=(Ledger(),), **fields)
 
 
 def policy_of(slug: str, budget: int = BUDGET, **fields: Any) -> Policy:
@@ -92,7 +94,8 @@ def finished(flight: DecodeBatch, rows: Sequence[LiveSequence]) -> list[Any]:
     for row in rows:
         row.cache.audit()
         held = row.cache.nbytes, row.cache.peak_nbytes, row.cache.spare_nbytes
-        found.append((row.error, row.tokens, row.decode_steps, kept_now(row.cache), *held))
+        shown = ledger_of(row.cache.sequence)
+        found.append((row.error, row.tokens, row.decode_steps, kept_now(row.cache), *held, shown))
     return found
 
 

@@ -8,6 +8,7 @@ from kv_models import prompt as words
 from kv_models import tiny
 from kv_presets import kinds
 from kv_runs import finish
+from kv_watch import Ledger, ledger_of
 from op_tape import Tape, record
 
 from kvbench import make_policy
@@ -57,7 +58,8 @@ def run(policies: list[Policy], recorded: bool) -> list[LiveSequence]:
     model = prepare(tiny(dtype=torch.float32).to(DEVICE))
     batch = DecodeBatch(model)
     batch._blocks = Recorder(model) if recorded else None
-    sequences = batch.admit(Request(script_of(torch.tensor([words(LENGTH)], device=DEVICE)), 4), policies)
+    script = script_of(torch.tensor([words(LENGTH)], device=DEVICE))
+    sequences = batch.admit(Request(script, 4, watch=(Ledger(),)), policies)
     finish(batch)
     for sequence in sequences:
         if sequence.error is not None:
@@ -68,7 +70,8 @@ def run(policies: list[Policy], recorded: bool) -> list[LiveSequence]:
 def contents(sequence: LiveSequence) -> list[Any]:
     layers = sequence.cache.sequence.layers
     counts = [(layer.count, layer.footprint, layer.nbytes) for layer in layers]
-    return [sequence.tokens, sequence.cache.peak_nbytes, counts, [layer.positions.tolist() for layer in layers]]
+    shown = ledger_of(sequence.cache.sequence)
+    return [sequence.tokens, shown, sequence.cache.peak_nbytes, counts, [layer.positions.tolist() for layer in layers]]
 
 
 @pytest.mark.parametrize("slug", recordable())

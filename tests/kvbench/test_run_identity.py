@@ -118,7 +118,7 @@ def test_results_inside_the_data_are_not_data_and_the_task_keeps_its_name(
 def test_tables_show_the_dtype_if_it_is_not_that_of_the_checkpoint(
     own: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for dtype, shown in (("auto", False), ("float32", False), ("bfloat16", True)):
+    for dtype, shown in (("float32", False), ("bfloat16", True)):
         assert run(own, tiny_model, "policy=knorm", "limit=1", f"dtype={dtype}", f"out={dtype}") == 0
         assert (f"dtype {dtype}" in capsys.readouterr().out) == shown
         (file,) = (own / dtype).glob("*/config.yaml")

@@ -1,11 +1,13 @@
 """Wrong command lines: each ends with an error message, without a traceback, before anything is computed."""
 
 import pickle
+import re
 import shlex
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 from command_lines import MAINS
 
 from kvbench.cli import main
@@ -16,49 +18,52 @@ from kvbench.run.run import build_run
 from kvbench.run.run_config import run_config
 
 LINES = {
-    "policy=fair_knorm": "policy.selection=Fair divides the budget among the parts of a prompt",
     "budget=0": "budget must be a whole number of tokens per KV head",
-    "budget=null": "needs a budget",
-    "budget=31": "a budget of 31 tokens per KV head is too small for caote_snapkv: it must be at least 32",
-    "limit=0": "limit must be a whole number of at least 1, got 0",
-    "compress=both": "compress must be prompt or context, got 'both'",
-    "compress=context policy=d2o_released": "d2o_released evicts only after a token behind the prompt",
-    "generation.temperature=-1": "generation.temperature must be a number of at least 0, got -1",
     "generation.top_p=0": "generation.top_p must be a number above 0 and at most 1, got 0",
-    "generation.top_p=1.5": "generation.top_p must be a number from 0 to 1, got 1.5",
-    "generation.top_k=2.5": "generation.top_k must be a whole number, got 2.5",
-    "generation.samples=0": "generation.samples must be a whole number of at least 1, got 0",
-    "generation.samples=3": "generation.samples=3 has no effect: decoding is greedy, set temperature",
-    "device=gpu": "device=gpu is not available here, choose one of auto, cpu",
-    "schedule=block": "schedule must be prompt or blocks, got 'block'",
     "bogus=3": "Could not override 'bogus'",
-    "engine=null": "engine=null is not allowed, set its fields",
-    "engine.save_seconds=-1": "engine.save_seconds must be a number of at least 0, got -1",
     "--config-dir=/nowhere": "Additional config directory '/nowhere' not found",
     "model=owner/name": "`kvbench models` lists them; a model of the Hub: model=hub model.hub_id=owner/name)",
     "policy=snapk": "policy=snapk does not exist: did you mean snapkv",
-    "policy.schedule=blocks": "write schedule=blocks",
-    "policy.scorer.window=abc": "policy.scorer.window must be a whole number, got 'abc'",
-    "policy.budget=64": "policy.budget=64 has no effect, write budget=64",
-    "policy.scorer._target_=os.system": "policy.scorer._target_=os.system is not a class that can be built",
-    "policy=ada_pyramidkv policy.allocator.base.beta=0": "policy.allocator.base.beta must be a number of at least 1",
-    "policy=kvec policy.scorer.window=99": "policy.scorer.extended must be a whole number of at least 99, got 32",
     "policy.scorer.windw=3": "policy.scorer.windw=3 is not a field of SnapKV: did you mean window? (allowed: ",
-    "task=nia": "task=nia does not exist: did you mean niah",
     "task.lengths=[99999999]": "task.lengths=99999999 is too long: the model's maximum is",
-    "'task.needle='\"'\"'{key:d} {value}'\"'\"''": "task.needle='{key:d} {value}' is not a template: Unknown",
-    "task=ruler task.tasks.vt.chains=0": "task.tasks.vt.chains must be a whole number of at least 1, got 0",
-    "task.nothing=1": "task.nothing=1 is not a field of Niah",
-    "model.path=/nowhere": "model.path=/nowhere is not a folder",
-    "'model.shape={layers: 0}'": "model.shape={'layers': 0} is not allowed, it must have layers, query_heads",
     "+model.attn_implementation=sdpa": "model.attn_implementation=sdpa is not allowed: kvbench computes the attention",
-    "model=hub model.hub_id=a/b/c": "model.hub_id=a/b/c is not allowed, it must be owner/name",
     "logger=wandb logger.tags=5": "logger.tags=5 must be a list of texts",
     "-m policy=full out=file.txt": "out=file.txt cannot be written to (File exists), choose another folder",
     "logger=wandbb": "logger=wandbb does not exist: did you mean wandb",
     "-m 'policy=glob(none*)'": "the values of this sweep have no combination",
     "-m policy=snapkv hydra.launcher.workers=0": "hydra.launcher.workers must be a whole number",
 }
+FIELDS = {
+    "policy=fair_knorm": "policy.selection=Fair divides the budget among the parts of a prompt",
+    "budget=null": "needs a budget",
+    "budget=31": "a budget of 31 tokens per KV head is too small for caote_snapkv: it must be at least 32",
+    "limit=0": "limit must be a whole number of at least 1, got 0",
+    "compress=both": "compress must be prompt or context, got 'both'",
+    "compress=context policy=d2o_released": "d2o_released evicts only after a token behind the prompt",
+    "generation.temperature=-1": "generation.temperature must be a number of at least 0, got -1",
+    "generation.top_p=1.5": "generation.top_p must be a number from 0 to 1, got 1.5",
+    "generation.top_k=2.5": "generation.top_k must be a whole number, got 2.5",
+    "generation.samples=0": "generation.samples must be a whole number of at least 1, got 0",
+    "generation.samples=3": "generation.samples=3 has no effect: decoding is greedy, set temperature",
+    "device=gpu": "device=gpu is not available here, choose one of auto, cpu",
+    "schedule=block": "schedule must be prompt or blocks, got 'block'",
+    "engine=null": "engine=null is not allowed, set its fields",
+    "engine.save_seconds=-1": "engine.save_seconds must be a number of at least 0, got -1",
+    "policy.schedule=blocks": "write schedule=blocks",
+    "policy.scorer.window=abc": "policy.scorer.window must be a whole number, got 'abc'",
+    "policy.budget=64": "policy.budget=64 has no effect, write budget=64",
+    "policy.scorer._target_=os.system": "policy.scorer._target_=os.system is not a class that can be built",
+    "policy=ada_pyramidkv policy.allocator.base.beta=0": "policy.allocator.base.beta must be a number of at least 1",
+    "policy=kvec policy.scorer.window=99": "policy.scorer.extended must be a whole number of at least 99, got 32",
+    "task=nia": "task=nia does not exist: did you mean niah",
+    "'task.needle='\"'\"'{key:d} {value}'\"'\"''": "task.needle='{key:d} {value}' is not a template: Unknown",
+    "task=ruler task.tasks.vt.chains=0": "task.tasks.vt.chains must be a whole number of at least 1, got 0",
+    "task.nothing=1": "task.nothing=1 is not a field of Niah",
+    "model.path=/nowhere": "model.path=/nowhere is not a folder",
+    "'model.shape={layers: 0}'": "model.shape={'layers': 0} is not allowed, it must have layers, query_heads",
+    "model=hub model.hub_id=a/b/c": "model.hub_id=a/b/c is not allowed, it must be owner/name",
+}
+"""Fields that are refused in Python as on the command line, whose messages LINES shows."""
 OTHERS = {
     "results": "Missing command (see kvbench results --help)",
     "claims polcy=snapkv": "polcy=snapkv is not a field of a run: did you mean policy",
@@ -139,6 +144,15 @@ def test_a_wrong_value_is_an_error_message_without_a_traceback(line: str, capsys
     assert LINES[line] in shown.err
     assert "Traceback" not in shown.err
     assert shown.out == ""
+
+
+@pytest.mark.parametrize("line", FIELDS)
+def test_a_wrong_value_of_a_field_is_one_sentence(line: str) -> None:
+    fields = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in shlex.split(line))}
+    names = [fields.pop(*one) for one in (("model", "pocket"), ("policy", "caote_snapkv"), ("task", "niah"))]
+    with pytest.raises(ValueError, match=re.escape(FIELDS[line])) as refused:
+        build_run(run_config(*names, **fields))
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("line", OTHERS)

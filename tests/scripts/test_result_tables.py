@@ -19,9 +19,10 @@ import result_tables  # noqa: E402 - found in scripts
 from kvbench.report.figures.style import house_style  # noqa: E402
 
 SLOW = pytest.mark.slow("some seconds of resampling")
-PACKS = ["smollm2", pytest.param("qwen25_coder_05b", marks=SLOW)]
+PACKS = ["smollm2", "qwen25_coder_05b"]
 
 
+@SLOW
 @pytest.mark.parametrize("name", PACKS)
 def test_every_table_is_the_one_computed_from_the_samples(name: str, tmp_path: Path) -> None:
     pack = ROOT / "results" / name
@@ -34,7 +35,7 @@ def test_every_table_is_the_one_computed_from_the_samples(name: str, tmp_path: P
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["smollm2", "qwen25_coder_05b"])
+@pytest.mark.parametrize("name", PACKS)
 def test_every_figure_is_drawn_and_nothing_leaves_it(name: str) -> None:
     drawn = []
     with house_style():

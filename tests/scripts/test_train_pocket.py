@@ -15,7 +15,7 @@ from train_pocket import LEVELS, Config, Trainer, make_batch, needles, tokenizer
 TINY = Config(seed=1, steps=6, tokens=256, warmup=2, decay=2, hidden=16, layers=2)
 
 
-@pytest.mark.parametrize("level", range(len(LEVELS) - 1))
+@pytest.mark.parametrize("level", [0, len(LEVELS) - 2])
 def test_a_batch_depends_on_level_seed_and_step_alone(level: int) -> None:
     first, again, other = (make_batch(level, 5, step, 1024) for step in (3, 3, 4))
     assert torch.equal(first[0], again[0])
@@ -25,7 +25,7 @@ def test_a_batch_depends_on_level_seed_and_step_alone(level: int) -> None:
     assert first[0].shape[1] <= 1.1 * max(one.length for one in LEVELS[: level + 1])
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(8))
 def test_every_predictable_number_is_in_the_context_and_every_answer_ends(seed: int) -> None:
     ids, known = needles(np.random.default_rng(seed), 700)
     context = tokenizer().decode(ids[: known.index(True)])
