@@ -53,12 +53,12 @@ class Coded(NamedTuple):
         return self.codes, scale, table
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> CodeLayout:
         """The constants of a kernel."""
         group = 0 if self.scale is None else min(self.format.group, self.dim)
         whole = max(16, next_power_of_two(self.dim))
         native = self.codes.is_cuda and torch.cuda.get_device_capability(self.codes.device) >= (8, 9)
-        return Layout(
+        return CodeLayout(
             KIND=self.format.kind,
             BITS=self.format.bits,
             D=self.dim,
@@ -72,7 +72,7 @@ class Coded(NamedTuple):
         )
 
 
-class Layout(NamedTuple):
+class CodeLayout(NamedTuple):
     """A `Format` as constants of a kernel, for D numbers padded to BLOCK_D, in BYTES of codes and SCALES.
 
     PERMUTE: assembly that reads a table of up to 16 float16 numbers from registers; None: it is read from memory.

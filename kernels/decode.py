@@ -23,8 +23,8 @@ from kvbench.kernels.join import join
 from kvbench.kernels.references import Attention, NewTokens, append, decode_attention_flat_ref, decode_attention_ref
 from kvbench.kernels.tiles import (
     Dims,
+    Pointers,
     Rule,
-    Vectors,
     View,
     at_head,
     attend,
@@ -107,7 +107,7 @@ def _attend(
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     there = rows < G * M
     at = at_head(q, kv_row * G, H_kv * G) + (rows // M).to(tl.int64) * q.head + (rows % M).to(tl.int64) * q.row
-    asked = Vectors(at, there, q.dim)
+    asked = Pointers(at, there, q.dim)
     query = tile(asked, 0, DIMS.D, DIMS.BLOCK)
     q_place, oldest, newest = rows, 0, 0
     if q_pos is not None:
@@ -119,7 +119,7 @@ def _attend(
         if k_pos is not None:  # slots that no query of this tile may see are not read
             k_place = tl.load(k_pos.ptr + wide * k_pos.row, mask=needed, other=-1).to(tl.int32)
             needed = in_sight(k_place, oldest, newest, rule.window)
-        keys = Vectors(k.ptr + wide * k.row, needed, k.dim)
+        keys = Pointers(k.ptr + wide * k.row, needed, k.dim)
         logits = logits_of(query, asked, keys, rule, DIMS)
         if bias is not None:
             added = tl.load(bias.ptr + wide * bias.row, mask=needed, other=0.0)
@@ -130,7 +130,7 @@ def _attend(
         if logits_ptr is not None:
             own = logits_ptr + (kv_row * G * M + rows)[:, None] * T + wide[None, :]
             tl.store(own, logits, mask=there[:, None] & (slots < end)[None, :])
-        values = Vectors(v.ptr + wide * v.row, needed, v.dim)
+        values = Pointers(v.ptr + wide * v.row, needed, v.dim)
         top, total, out = attend(logits, tile(values, 0, D_V, BLOCK_V), top, total, out)
     if sinks_ptr is not None:
         top, total, out = with_sinks(top, total, out, sinks_ptr, kv_row % H_kv * G + rows // M, there, part)

@@ -36,6 +36,7 @@ from kvbench.kernels.tiles import (
     multipliable,
     next_power_of_two,
     parts_of,
+    product_of,
     programs_at_once,
     require_triton,
     rule_of,
@@ -120,7 +121,7 @@ def _attend_groups(
         v = tl.load(
             at_head(ring_v, row, H) + own * ring_v.row + dims[None, :], mask=seen[:, None] & there[None, :], other=0.0
         )
-        logits = capped(tl.dot(query, tl.trans(k), input_precision="ieee") * rule.scale, rule.cap)
+        logits = capped(product_of(query, tl.trans(k)) * rule.scale, rule.cap)
         top, total, out = attend(tl.where(seen[None, :], logits, float("-inf")), v, top, total, out)
     if sinks_ptr is not None:
         top, total, out = with_sinks(top, total, out, sinks_ptr, row % H * G + heads, heads < G, part)
@@ -137,7 +138,7 @@ def _attend_groups(
         seen = in_sight(place, newest, newest, rule.window)
         if not VALUE.PER_TOKEN:
             v = tl.trans(v)
-        logits = capped(tl.dot(numbers, k, input_precision="ieee"), rule.cap)
+        logits = capped(product_of(numbers, k), rule.cap)
         top, total, out = attend(tl.where(seen[None, :], logits, float("-inf")), v, top, total, out)
     dims = tl.where(there, dims, VALUE.D)  # the padding of a group is not stored
     store_part(out_ptr, lse_ptr, stored, heads < G, top, total, out, dims, VALUE.D)

@@ -20,8 +20,8 @@ from kvbench.kernels.prompt import prompt_attention
 from kvbench.kernels.references import FEW_QUERIES, Attended, attention_rows, softmax_blocks, widen
 from kvbench.kernels.tiles import (
     LITTLE,
+    Pointers,
     Rule,
-    Vectors,
     View,
     at_head,
     dims_of,
@@ -100,7 +100,7 @@ def _over_queries(
     slots = start + tl.arange(0, BLOCK_T)
     k_place = slot_places(k_pos_ptr, slots, T, ALIGNED)
     begin, blocks, masked = query_blocks(q_pos_ptr, k_place, start, M, T, rule.window, ALIGNED, BLOCK_M, BLOCK_T)
-    own = Vectors(at_head(k, kv_row, H_kv) + slots.to(tl.int64) * k.row, slots < T, k.dim)
+    own = Pointers(at_head(k, kv_row, H_kv) + slots.to(tl.int64) * k.row, slots < T, k.dim)
     held = tile(own, 0, DIMS.D, DIMS.BLOCK)
     sums = tl.zeros([BLOCK_T], tl.float32)
     squares = tl.zeros([BLOCK_T], tl.float32)
@@ -111,7 +111,7 @@ def _over_queries(
             queries = begin + (first + step // heads) * BLOCK_M + tl.arange(0, BLOCK_M)
             there, member = queries < M, step % heads
             lse = tl.load(lse_ptr + member * M + queries, mask=there, other=float("inf")) * 1.4426950408889634
-            asking = Vectors(q_ptr + member * q.head + queries.to(tl.int64) * q.row, there, q.dim)
+            asking = Pointers(q_ptr + member * q.head + queries.to(tl.int64) * q.row, there, q.dim)
             logits = logits_of(held, own, asking, rule, DIMS)
             if part == 0:
                 q_place = query_places(q_pos_ptr, queries, M, T, ALIGNED)
@@ -144,12 +144,12 @@ def _over_window(
     queries = tl.arange(0, BLOCK_W)
     there = queries < W
     q_place = tl.load(q_pos_ptr + row // H_kv * W + queries, mask=there, other=-1).to(tl.int32)
-    own = Vectors(at_head(k, row, H_kv) + slots.to(tl.int64) * k.row, slots < T, k.dim)
+    own = Pointers(at_head(k, row, H_kv) + slots.to(tl.int64) * k.row, slots < T, k.dim)
     held = tile(own, 0, DIMS.D, DIMS.BLOCK)
     for g in range(G):
         head = row * G + g
         lse = tl.load(lse_ptr + head * W + queries, mask=there, other=float("inf")) * 1.4426950408889634
-        asking = Vectors(at_head(q, head, H_kv * G) + queries.to(tl.int64) * q.row, there, q.dim)
+        asking = Pointers(at_head(q, head, H_kv * G) + queries.to(tl.int64) * q.row, there, q.dim)
         logits = logits_of(held, own, asking, rule, DIMS)
         logits = hidden(logits, q_place[None, :], k_place[:, None], rule.window)
         weights = tl.exp2(logits - lse[None, :])

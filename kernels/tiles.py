@@ -188,7 +188,7 @@ def rule_of(scaling: float, softcap: float | None, sliding_window: int | None = 
     return Rule(2 * LOG2E * scaling / softcap, LOG2E * softcap, sliding_window)
 
 
-class Vectors(NamedTuple):
+class Pointers(NamedTuple):
     """Vectors [n] to load: pointers to their first numbers, whether they exist, and the stride of their numbers."""
 
     rows: tl.tensor
@@ -197,7 +197,7 @@ class Vectors(NamedTuple):
 
 
 @jit
-def tile(x: Vectors, start: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr) -> tl.tensor:
+def tile(x: Pointers, start: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr) -> tl.tensor:
     """Numbers start..start+BLOCK_D of D of vectors x: [n,BLOCK_D], 0 outside of x."""
     dims = start + tl.arange(0, BLOCK_D)
     mask = x.there[:, None]
@@ -207,7 +207,7 @@ def tile(x: Vectors, start: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @jit
-def logits_of(held: tl.tensor, a: Vectors, b: Vectors, rule: Rule, DIMS: tl.constexpr) -> tl.tensor:
+def logits_of(held: tl.tensor, a: Pointers, b: Pointers, rule: Rule, DIMS: tl.constexpr) -> tl.tensor:
     """Logits of vectors a and b, [a,b]. held: the first DIMS.BLOCK numbers of a, already loaded."""
     products = tl.dot(held, tl.trans(tile(b, 0, DIMS.D, DIMS.BLOCK)), input_precision="ieee")
     WHOLE: tl.constexpr = DIMS.WHOLE  # Triton 3.6 does not accept a field here
@@ -242,6 +242,17 @@ def in_sight(place: tl.tensor, oldest: tl.tensor, newest: tl.tensor, window: tl.
     if window is not None:
         seen = seen & (place > oldest - window)
     return seen
+
+
+@jit
+def product_of(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """a b of a [R,D] and b [D,N]. float32, without tensor cores, 32 numbers at a time: whole heads would spill."""
+    WIDE: tl.constexpr = a.dtype == tl.float32 and a.shape[1] > 32
+    if not WIDE:
+        return tl.dot(a, b, input_precision="ieee")
+    PARTS: tl.constexpr = a.shape[1] // 32
+    left = tl.permute(tl.reshape(a, (a.shape[0], PARTS, 32)), (1, 0, 2))
+    return tl.sum(tl.dot(left, tl.reshape(b, (PARTS, 32, b.shape[1])), input_precision="ieee"), 0)
 
 
 @jit

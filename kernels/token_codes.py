@@ -32,6 +32,7 @@ from kvbench.kernels.tiles import (
     multipliable,
     next_power_of_two,
     parts_of,
+    product_of,
     programs_at_once,
     require_triton,
     rule_of,
@@ -89,7 +90,7 @@ def _attend_codes(
         seen = seen & in_sight(place, newest, newest, window)
         keys = numbers_of(k_codes, k_scale, k_words, wide, seen, KEY, PRODUCTS)
         values = numbers_of(v_codes, v_scale, v_words, wide, seen, VALUE, PRODUCTS)
-        logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * k_factor)
+        logits = product_of(query, tl.trans(keys)) * (scale * k_factor)
         logits = tl.where(seen[None, :], capped(logits, cap), float("-inf"))
         top, total, out = attend(logits, values, top, total, out)
     out *= v_factor

@@ -13,7 +13,7 @@ from kvbench.config.compose import check_run_fields
 from kvbench.errors import counted
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, show
-from kvbench.report.text_table import Table, table_of
+from kvbench.report.text_table import TextTable, table_of
 from kvbench.results.loading import load_results
 from kvbench.results.statistics import between
 from kvbench.terminal.command import PATH, Command, leave, log_to_stderr, pairs, program
@@ -45,7 +45,7 @@ def cli(overrides: Sequence[str], paper: Sequence[str], runs: Path | None, outpu
 main = program(cli)
 
 
-def as_table(verdicts: Sequence[Verdict]) -> Table:
+def as_table(verdicts: Sequence[Verdict]) -> TextTable:
     """One row per comparison, or per claim without comparisons."""
     rows = []
     for one in verdicts:

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvbench.tools.bench.measure import Sample
+    from kvbench.tools.bench.measure import Timing
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = {
@@ -139,7 +139,7 @@ class Visit:
         ids = torch.randint(500, (1, length // 32 if self.tiny else length), generator=random).to(device)
         return self._model, ids
 
-    def measure(self, slug: str, ids: Tensor, warm: bool = True, **fields: Any) -> Sample:  # noqa: ANN401
+    def measure(self, slug: str, ids: Tensor, warm: bool = True, **fields: Any) -> Timing:  # noqa: ANN401
         """One generation with a policy, or with transformers' own cache, after another one that compiles kernels."""
         from kvbench import make_policy
         from kvbench.config.presets import store_of
@@ -311,7 +311,7 @@ def attempted(
     ids: Tensor,
     warm: bool = True,
     **fields: Any,  # noqa: ANN401
-) -> Generator[Result, None, Sample | None]:
+) -> Generator[Result, None, Timing | None]:
     """A measurement; None, and a result that says why, if no time is left or it fails. The others continue."""
     if visit.left < 15:
         yield Result(part, f"{name}: no time left", "late", "failed")

@@ -21,7 +21,7 @@ import kl_and_score
 import pandas as pd
 import yaml
 
-from kvbench.papers.claims import PAPERS, Claim, Comparison, judge, read_claims
+from kvbench.papers.claims import PAPERS, Claim, ClaimComparison, judge, read_claims
 from kvbench.results.changes import changes
 from kvbench.results.statistics import (
     FEWEST,
@@ -358,7 +358,7 @@ def _decided(claim: Claim, table: str, some: pd.DataFrame) -> Iterator[dict[str,
             continue
         both = pd.concat([theirs, ours], axis=1).dropna()
         less = paired_difference(both.iloc[:, 0].tolist(), both.iloc[:, 1].tolist())
-        compared.append(Comparison(where, less, claim.gain))
+        compared.append(ClaimComparison(where, less, claim.gain))
     verdict = judge(claim, compared, len(missing))
     shown = {"claim": claim.name, "words": f"{claim.claim} ({claim.source})", "verdict": verdict.verdict}
     shown |= {"table": table, "task": some.task.iloc[0]}

@@ -58,7 +58,7 @@ def generate(
         assert tokenizer is not None
         prompt = torch.tensor([encode(tokenizer, prompt)])
     _warn_of_positions(model, prompt.shape[1] + max_new_tokens)
-    sampling = run_config.Generation(temperature, top_p, top_k, samples).sampling
+    sampling = run_config.GenerationFields(temperature, top_p, top_k, samples).sampling
     answers = [(row, sample) for row in range(len(prompt)) for sample in range(samples)]
     samplers = [] if sampling is None or sampling.greedy else [TokenSampler(sampling, seed, *one) for one in answers]
     if isinstance(question, Sequence):

@@ -138,7 +138,7 @@ def peak(device: torch.device) -> int | None:
     return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
 
 
-class Allocator(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Bytes of a CUDA device: free, reserved by PyTorch's allocator, and allocated to tensors."""
 
     free: int
@@ -151,7 +151,7 @@ def free(device: torch.device) -> int:
     return obtainable(_allocators()) if device.type == "cuda" else _host_free()
 
 
-def obtainable(devices: Sequence[Allocator]) -> int:
+def obtainable(devices: Sequence[DeviceMemory]) -> int:
     """Bytes that layers spread evenly over devices can use: those of the fullest device, times their number.
 
     Memory that PyTorch's allocator has reserved and not allocated counts as free.
@@ -159,10 +159,10 @@ def obtainable(devices: Sequence[Allocator]) -> int:
     return min(one.free + one.reserved - one.allocated for one in devices) * len(devices)
 
 
-def _allocators() -> list[Allocator]:
+def _allocators() -> list[DeviceMemory]:
     cuda = torch.cuda
     devices = range(cuda.device_count())
-    return [Allocator(cuda.mem_get_info(i)[0], cuda.memory_reserved(i), cuda.memory_allocated(i)) for i in devices]
+    return [DeviceMemory(cuda.mem_get_info(i)[0], cuda.memory_reserved(i), cuda.memory_allocated(i)) for i in devices]
 
 
 def _host_free() -> int:

@@ -72,7 +72,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ClaimComparison:
     """A difference, positive if it supports the claim, with p after Holm's correction. gain: that of the claim."""
 
     where: str
@@ -95,7 +95,7 @@ class Verdict:
 
     claim: Claim
     verdict: str
-    comparisons: tuple[Comparison, ...] = ()
+    comparisons: tuple[ClaimComparison, ...] = ()
     remarks: tuple[str, ...] = field(default=())
 
 
@@ -121,7 +121,7 @@ def decide(claim: Claim, runs: Sequence[Result]) -> Verdict:
     some missing runs leave the claim undecided unless it fails.
     """
     known = Runs(runs)
-    found: list[Comparison] = []
+    found: list[ClaimComparison] = []
     remarks: list[str] = []
     missing = 0
     for first, second in claim.plans():
@@ -143,7 +143,7 @@ def decide(claim: Claim, runs: Sequence[Result]) -> Verdict:
     return replace(judge(claim, found, missing), remarks=tuple(dict.fromkeys(remarks)))
 
 
-def judge(claim: Claim, found: Sequence[Comparison], missing: int = 0) -> Verdict:
+def judge(claim: Claim, found: Sequence[ClaimComparison], missing: int = 0) -> Verdict:
     """The verdict from some comparisons, whose p are corrected here. missing: number of comparisons without runs."""
     adjusted = holm([_p(one) for one in found])
     comparisons = tuple(replace(one, p=p) for one, p in zip(found, adjusted, strict=True))
@@ -164,16 +164,16 @@ def _parts(run: Result, other: Result) -> Iterator[tuple[Result, Result]]:
     return ((part, others[part.subset]) for part in run.parts("task") if part.subset in others)
 
 
-def _compared(claim: Claim, run: Result, other: Result) -> Iterator[Comparison]:
+def _compared(claim: Claim, run: Result, other: Result) -> Iterator[ClaimComparison]:
     pair = (other, run) if run.measure == "score" else (run, other)  # lower NLL and KL are better
     result = paired(pair[0].outcomes, pair[1].outcomes)
     if result is not None:
         subset = "" if run.subset == "all" else f" {run.subset}"
         budget = "" if run.budget is None else f" at {run.budget}"
-        yield Comparison(f"{run.policy} - {other.policy}{budget}{subset}", result.difference, claim.gain)
+        yield ClaimComparison(f"{run.policy} - {other.policy}{budget}{subset}", result.difference, claim.gain)
 
 
-def _p(one: Comparison) -> float:
+def _p(one: ClaimComparison) -> float:
     """p of the null hypothesis that the difference is the gain; for a gain other than 0, from the interval's width."""
     difference, normal = one.difference, NormalDist()
     if one.gain == 0:

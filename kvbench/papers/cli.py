@@ -14,7 +14,7 @@ from kvbench.config.completion import complete_overrides
 from kvbench.errors import UsageError
 from kvbench.papers.layout import lay_out, layout, numbers, read_yaml, tables
 from kvbench.report.formats import FORMATS, show
-from kvbench.report.text_table import Table, table_of
+from kvbench.report.text_table import TextTable, table_of
 from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program
 from kvbench.terminal.outputs import check_output
 
@@ -133,7 +133,7 @@ def run(name: str, overrides: Sequence[str]) -> int:
     return subprocess.run([sys.executable, "-m", "kvbench", f"experiment={name}", *overrides], check=False).returncode
 
 
-def listing(paper: str | None = None) -> Table:
+def listing(paper: str | None = None) -> TextTable:
     """All printed tables, or those of one paper with the reasons why some numbers cannot be measured."""
     from kvbench.papers.protocol import refused
 

@@ -16,11 +16,11 @@ from kvbench.config.compose import check_run_fields
 from kvbench.config.presets import make_policy
 from kvbench.errors import UsageError, counted
 from kvbench.models.cache_shapes import cache_shape
-from kvbench.papers.layout import HOLE, Layout, budget_text, layout, numbers
+from kvbench.papers.layout import HOLE, TableLayout, budget_text, layout, numbers
 from kvbench.papers.matching import Measured, Runs, average, measured, run_task
 from kvbench.papers.protocol import SCHEDULE, Cannot, Plan, plan, runs_of
 from kvbench.papers.published import AVERAGE, Number
-from kvbench.report.text_table import Table
+from kvbench.report.text_table import TextTable
 from kvbench.results.result import Result
 from kvbench.results.statistics import between
 from kvbench.terminal.command import pairs
@@ -122,7 +122,7 @@ class Choice:
             yield replace(one, **fields, task=task, settings={**settings, **added})
 
 
-def compare(name: str, runs: Sequence[Result], overrides: Sequence[str] = ()) -> Table:
+def compare(name: str, runs: Sequence[Result], overrides: Sequence[str] = ()) -> TextTable:
     """The published table `name` with measured values, one row per number; unmeasured numbers of a method share a row.
 
     overrides: see `Choice`. If the tasks are replaced, a row is the mean over the tasks of a method and budget.
@@ -164,7 +164,7 @@ def compare(name: str, runs: Sequence[Result], overrides: Sequence[str] = ()) ->
     notes += [f"{count} number{'s' if count > 1 else ''}: {remark}." for remark, count in remarks.items()]
     blocks = [column for column in ("part", "model", "budget") if column in frame]
     title = f"{name}: {own.title}, our numbers and the published ones"
-    return Table(frame, title, notes, left=[*blocks, "method", "task"], groups=blocks)
+    return TextTable(frame, title, notes, left=[*blocks, "method", "task"], groups=blocks)
 
 
 def _line(number: Number, choice: Choice, runs: Runs) -> Line:
@@ -183,7 +183,7 @@ def _line(number: Number, choice: Choice, runs: Runs) -> Line:
     return Line(number, tuple(plans), value, notes)
 
 
-def _rows(own: Layout, lines: Sequence[Line], several: bool, choice: Choice) -> Iterator[dict[str, str]]:
+def _rows(own: TableLayout, lines: Sequence[Line], several: bool, choice: Choice) -> Iterator[dict[str, str]]:
     if "task" in choice.replaced:
         for _, group in groupby(lines, key=lambda line: line.number.metric):
             members = list(group)
@@ -200,7 +200,7 @@ def _rows(own: Layout, lines: Sequence[Line], several: bool, choice: Choice) -> 
 
 
 def _row(
-    own: Layout, line: Line, task: str, printed: str, choice: Choice, lines: Sequence[Line] = ()
+    own: TableLayout, line: Line, task: str, printed: str, choice: Choice, lines: Sequence[Line] = ()
 ) -> dict[str, str]:
     number = line.number
     first = {"part": number.table} if own.parts else {}

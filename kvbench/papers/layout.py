@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.config.compose import load
 from kvbench.papers import published
 from kvbench.papers.published import BASELINE, Number
-from kvbench.report.text_table import Table, table_of
+from kvbench.report.text_table import TextTable, table_of
 
 HOLE = "–"
 LOWER_IS_BETTER = re.compile(r"perplexity|seconds|minutes|_ms_|GB$|gap|drop")
@@ -20,7 +20,7 @@ Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableLayout:
     """The layout of a table. rows, columns, blocks: fields of a number, or groups of the expressions in `split`.
 
     section: of the paper. parts: the CSV files that the paper prints as one table. split: field -> regular expression
@@ -67,14 +67,14 @@ def read_yaml(path: str) -> Any:  # noqa: ANN401 - whatever YAML holds
 
 
 @cache
-def layout(name: str) -> Layout:
+def layout(name: str) -> TableLayout:
     """The layout of `caote/table2`. Raises UsageError for an unknown table."""
     given = _layouts(name).get(name) or _layouts(name).get(whole(name))
     if given is None:
         published.read_table(name)
         raise ValueError(f"results/paper/{name.partition('/')[0]}/layout.yaml has no entry for {name}")
     labels = {key: {str(k): str(v) for k, v in of.items()} for key, of in given.get("labels", {}).items()}
-    return Layout(**{**given, "labels": labels})
+    return TableLayout(**{**given, "labels": labels})
 
 
 def _layouts(name: str) -> dict[str, dict[str, Any]]:
@@ -111,7 +111,7 @@ def budget_text(number: Number) -> str:
     return f"{number.budget:g} bits" if number.budget_kind == "bits" else str(number.budget)
 
 
-def lay_out(name: str) -> Table:
+def lay_out(name: str) -> TextTable:
     """The published table `name`; * and + mark the best and second best number of a block. UsageError if unknown."""
     grid = _Grid(layout(name), numbers(name))
     own = grid.layout
@@ -130,7 +130,7 @@ def lay_out(name: str) -> Table:
     return table_of([*first, *header], rows, title, left=first, notes=notes, groups=grid.blocks)
 
 
-def words(own: Layout, fields: Sequence[str], key: Key) -> list[str]:
+def words(own: TableLayout, fields: Sequence[str], key: Key) -> list[str]:
     """The labels of the values of some fields."""
     return [own.label(name, value) for name, value in zip(fields, key, strict=True)]
 
@@ -156,7 +156,7 @@ def _notes(grid: _Grid, has_holes: bool) -> list[str]:
 class _Grid:
     """The place of every number of a table: (block, row, column), each a tuple of values of fields."""
 
-    def __init__(self, own: Layout, found: Sequence[Number]) -> None:
+    def __init__(self, own: TableLayout, found: Sequence[Number]) -> None:
         self.layout, self.numbers = own, found
         values = [_values(number, own.split) for number in found]
         several = {name: len({one[name] for one in values}) > 1 for name in ("model", "budget", "metric")}

@@ -17,7 +17,7 @@ NO_BUDGET = "none"
 
 
 @dataclass(frozen=True)
-class Rule:
+class ProtocolRule:
     """A rule for the numbers whose fields match the patterns (`cake*`) of `when`.
 
     model, policy, task: as in `kvbench`. budget: the budget of the run, or `none`, if it differs from the
@@ -50,7 +50,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Plan:
-    """The run that measures a published number; settings: its further fields. See `Rule` for the rest."""
+    """The run that measures a published number; settings: its further fields. See `ProtocolRule` for the rest."""
 
     model: str
     policy: str
@@ -77,14 +77,14 @@ class Cannot:
 
 
 @cache
-def rules(paper: str) -> tuple[Rule, ...]:
+def rules(paper: str) -> tuple[ProtocolRule, ...]:
     """The rules of a paper."""
     return tuple(_rule(raw) for raw in read_yaml(f"{paper}/protocol.yaml")["rules"])
 
 
-def _rule(raw: Mapping[str, Any]) -> Rule:
+def _rule(raw: Mapping[str, Any]) -> ProtocolRule:
     when = {key: value if isinstance(value, list) else [value] for key, value in raw.get("when", {}).items()}
-    return Rule(**{**raw, "when": {key: [*map(str, values)] for key, values in when.items()}})
+    return ProtocolRule(**{**raw, "when": {key: [*map(str, values)] for key, values in when.items()}})
 
 
 @cache
@@ -124,13 +124,13 @@ def plan(number: Number) -> Plan | Cannot:
     )
 
 
-def _last(found: Sequence[Rule], name: str) -> Any:  # noqa: ANN401
+def _last(found: Sequence[ProtocolRule], name: str) -> Any:  # noqa: ANN401
     """The value of a field in the last rule that sets it."""
     given = [value for rule in found if (value := getattr(rule, name)) is not None]
     return given[-1] if given else None
 
 
-def _budget(found: Sequence[Rule], number: Number) -> int | float | None:
+def _budget(found: Sequence[ProtocolRule], number: Number) -> int | float | None:
     """The budget of the run; bit widths are part of a store's name instead."""
     given = _last(found, "budget")
     if given is not None:

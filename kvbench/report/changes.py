@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvbench.errors import UsageError
 from kvbench.report.table import labelled
-from kvbench.report.text_table import NONE, Table
+from kvbench.report.text_table import NONE, TextTable
 from kvbench.results.changes import Changes, Share
 from kvbench.results.result import Result
 from kvbench.results.statistics import FEWEST, Difference, corrected, estimate
@@ -20,7 +20,7 @@ _LEGEND = (
 )
 
 
-def changes_table(rows: Sequence[Result]) -> Table:
+def changes_table(rows: Sequence[Result]) -> TextTable:
     """One row per run with at least 5 examples shared with its `full` run. Raises UsageError if there is none."""
     found = [(row, row.changes) for row in rows if row.changes is not None]
     compared = [row for row, _ in found]

@@ -20,7 +20,7 @@ from kvbench.report.price import price_table
 from kvbench.report.selection import selected, selection_options
 from kvbench.report.table import chosen, results_table
 from kvbench.report.table import pivot as pivoted
-from kvbench.report.text_table import Table
+from kvbench.report.text_table import TextTable
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
 from kvbench.results.loading import load_results
@@ -123,7 +123,7 @@ def collect(
         show(renamed(table, others, precision), output, counted(len(rows), "row"))
 
 
-_KINDS: dict[str, Callable[[Sequence[Result]], Table]] = {
+_KINDS: dict[str, Callable[[Sequence[Result]], TextTable]] = {
     "price": price_table,
     "changes": changes_table,
     "at_size": at_size_table,
@@ -151,7 +151,7 @@ def _inert(cell: Any) -> Any:  # noqa: ANN401 - of a table
     return f"'{cell}" if begins and not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", cell, re.I) else cell
 
 
-def _table(rows: Sequence[Result], names: Sequence[str], pivot: str | None, **kinds: bool) -> Table:
+def _table(rows: Sequence[Result], names: Sequence[str], pivot: str | None, **kinds: bool) -> TextTable:
     """The table for people that the options select."""
     if pivot:
         return pivoted(rows, pivot)

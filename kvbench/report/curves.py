@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.errors import UsageError
-from kvbench.report.text_table import NONE, Table, table_of
+from kvbench.report.text_table import NONE, TextTable, table_of
 from kvbench.results.curves import (
     Size,
     curves_of,
@@ -28,7 +28,7 @@ SMALLEST = (*NAMES, "budgets", "footprint (95% CI)", "in bytes (95% CI)")
 SHARE = 0.9
 
 
-def at_size_table(rows: Sequence[Result]) -> Table:
+def at_size_table(rows: Sequence[Result]) -> TextTable:
     """Every run without a budget beside the curves of policies with budgets. UsageError without one."""
     cells = []
     for row in rows:
@@ -100,7 +100,7 @@ def _rival(row: Result, runs: Sequence[Result]) -> list[str]:
     return [f"{curves[0].scores[0] - difference.mean:.3f}", difference.text().rstrip()]
 
 
-def smallest_table(rows: Sequence[Result]) -> Table:
+def smallest_table(rows: Sequence[Result]) -> TextTable:
     """The smallest KV footprint at which every policy with several budgets has 90% of the full cache's score."""
     cells = []
     for full in (row for row in rows if not row.evicts and row.policy == "full" and row.score):

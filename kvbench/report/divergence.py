@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvbench.report.table import STAR, grouped, labelled, measure
-from kvbench.report.text_table import NONE, Table
+from kvbench.report.text_table import NONE, TextTable
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
 from kvbench.results.statistics import FEWEST, Difference, corrected, estimate
@@ -19,7 +19,7 @@ _LEGEND = (
 _FLOOR = "KL of full: the rounding of this batch on this device, the floor of all others"
 
 
-def divergence_table(rows: Sequence[Result]) -> Table:
+def divergence_table(rows: Sequence[Result]) -> TextTable:
     """One row per run with task.divergence=true."""
     rows = grouped(rows)
     columns = {title: [of(row) or NONE for row in rows] for title, of in _COLUMNS.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvbench.report.table import grouped, labelled, measure
-from kvbench.report.text_table import NONE, Table
+from kvbench.report.text_table import NONE, TextTable
 from kvbench.results.result import Result
 from kvbench.results.statistics import estimate
 
@@ -23,7 +23,7 @@ def has_evidence(row: Result) -> bool:
     return row.kept_evidence is not None
 
 
-def evidence_table(rows: Sequence[Result]) -> Table:
+def evidence_table(rows: Sequence[Result]) -> TextTable:
     """One row per run whose task knows where the evidence is."""
     rows = grouped(rows)
     columns = {title: [of(row) or NONE for row in rows] for title, of in _COLUMNS.items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.report.table import RIGHT
-from kvbench.report.text_table import NONE, Table, text
+from kvbench.report.text_table import NONE, TextTable, text
 from kvbench.results.files import write_atomically
 from kvbench.terminal.command import terminal_width
 from kvbench.terminal.outputs import writing
@@ -26,7 +26,7 @@ _SIGNS = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasci
 _LATEX = str.maketrans({**{c: f"\\{c}" for c in "&%$#_{}"}, **_SIGNS})
 
 
-def markdown(table: Table) -> str:
+def markdown(table: TextTable) -> str:
     """A pipe table."""
     frame = table.frame.map(_escaped).rename(columns=_escaped)
     sides = ["left" if name in table.left else "right" for name in table.frame.columns]
@@ -40,7 +40,7 @@ def _escaped(words: object) -> str:
     return re.sub(r"[\\`*_|<>~$&\[\]]|(?<=\])\(", r"\\\g<0>", str(words))
 
 
-def latex(table: Table, label: str = "results") -> str:
+def latex(table: TextTable, label: str = "results") -> str:
     """A LaTeX table, whose first line names its package.
 
     A table that is wider than a column of a paper is a table*. One that is wider than a page is broken into several,
@@ -85,7 +85,7 @@ def _height(frame: pd.DataFrame) -> int:
     return len(frame) + 3
 
 
-def _parts(table: Table) -> list[pd.DataFrame]:
+def _parts(table: TextTable) -> list[pd.DataFrame]:
     """Parts of the columns and rows that fit a page. Each begins with the columns of names; empty rows are left out."""
     frame = table.frame
     names = (*table.left, *RIGHT)
@@ -103,7 +103,7 @@ def _parts(table: Table) -> list[pd.DataFrame]:
     return [part.iloc[first : first + rows] for part in found for first in range(0, max(1, len(part)), rows)]
 
 
-def renamed(table: Table, names: Mapping[str, str], precision: int | None = None) -> Table:
+def renamed(table: TextTable, names: Mapping[str, str], precision: int | None = None) -> TextTable:
     """The table with other names of columns, and of policies and other names in its cells; numbers are rounded."""
 
     def cell(words: object) -> str:
@@ -129,17 +129,17 @@ def _tex(words: object) -> str:
     return guard + re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped)
 
 
-def html(table: Table) -> str:
+def html(table: TextTable) -> str:
     """One `<table>` with its title and notes, everything escaped."""
     body = table.frame.to_html(index=False, border=0, classes="results", escape=True)
     title = f"<p><b>{escape(table.title)}</b></p>\n" if table.title else ""
     return title + body + "".join(f"\n<p>{escape(note)}</p>" for note in table.notes) + "\n"
 
 
-FORMATS: dict[str, Callable[[Table], str]] = {".txt": text, ".md": markdown, ".tex": latex}
+FORMATS: dict[str, Callable[[TextTable], str]] = {".txt": text, ".md": markdown, ".tex": latex}
 
 
-def show(table: Table, output: Path | None, made: str = "") -> None:
+def show(table: TextTable, output: Path | None, made: str = "") -> None:
     """Print a table for the terminal, or write it and print its path. made: its contents, such as "9 rows"."""
     if output is None:
         sys.stdout.write(text(table, terminal_width()))
@@ -148,7 +148,7 @@ def show(table: Table, output: Path | None, made: str = "") -> None:
     sys.stdout.write(f"{made} -> {output}\n" if made else f"{output}\n")
 
 
-def write(table: Table, path: Path) -> None:
+def write(table: TextTable, path: Path) -> None:
     """Write a table in the format of the path's suffix (one of FORMATS). Raises UsageError if it cannot be written."""
     with writing(path):
         write_atomically(path, latex(table, path.stem) if path.suffix == ".tex" else FORMATS[path.suffix](table))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.errors import UsageError
-from kvbench.report.text_table import Table, table_of
+from kvbench.report.text_table import TextTable, table_of
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
 from kvbench.results.statistics import FEWEST, Difference, corrected
@@ -20,7 +20,7 @@ NOTE = (
 )
 
 
-def price_table(rows: Sequence[Result]) -> Table:
+def price_table(rows: Sequence[Result]) -> TextTable:
     """Every run with the selection `Pages` beside the run with own token sets. UsageError if there is no pair."""
     free = {_kind(row): row for row in rows if row.evicts and _constraint(row) == ("token", "own")}
     constrained = [(row, free[_kind(row)]) for row in rows if _constraint(row) and _kind(row) in free]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from kvbench.errors import UsageError
-from kvbench.report.text_table import NONE, Table, frame_of, text
+from kvbench.report.text_table import NONE, TextTable, frame_of, text
 from kvbench.results.columns import frame as tidy
 from kvbench.results.labels import budget_order, in_words, text_of
 from kvbench.results.result import FINISHED, Result, Results
@@ -150,7 +150,7 @@ def print_table(rows: Iterable[Result]) -> None:
         sys.stdout.write(f"results: {found[0].folder}\n")
 
 
-def results_table(rows: Sequence[Result]) -> Table:
+def results_table(rows: Sequence[Result]) -> TextTable:
     """One row per result. Values that all rows share are in the title, values that differ are columns.
 
     Rows are grouped by model, task and schedule; rows without eviction are first.
@@ -171,7 +171,7 @@ def _watched(name: str, row: Result) -> str | None:
     return None if value is None else f"{value:.4g}"
 
 
-def labelled(rows: Sequence[Result], columns: Mapping[str, Sequence[str]], legend: Sequence[str]) -> Table:
+def labelled(rows: Sequence[Result], columns: Mapping[str, Sequence[str]], legend: Sequence[str]) -> TextTable:
     """A table of these columns, after the columns of text in which the rows differ."""
     words = _words(rows)
     named = _named_columns(words, always=("policy", "budget") if len(rows) == 1 else ("policy",))
@@ -180,11 +180,13 @@ def labelled(rows: Sequence[Result], columns: Mapping[str, Sequence[str]], legen
     return _table(frame, _shared(words, named), legend, rows, named)
 
 
-def _table(frame: pd.DataFrame, title: str, legend: Sequence[str], rows: Sequence[Result], named: list[str]) -> Table:
+def _table(
+    frame: pd.DataFrame, title: str, legend: Sequence[str], rows: Sequence[Result], named: list[str]
+) -> TextTable:
     whens = {row.when for row in rows} - {""}
     when = [f"when: {'; '.join(map(in_words, whens.pop().split(', ')))}"] if len(whens) == 1 else []
     left, groups = [name for name in named if name not in RIGHT], [name for name in GROUPS if name in named]
-    return Table(frame, title, ["; ".join(legend), *when, *notes(rows)], left, groups)
+    return TextTable(frame, title, ["; ".join(legend), *when, *notes(rows)], left, groups)
 
 
 def grouped(rows: Sequence[Result]) -> list[Result]:
@@ -237,7 +239,7 @@ def _shared(words: dict[str, list[str]], shown: Sequence[str]) -> str:
     return ", ".join([*parts, *([] if "n" in shown else [f"{n} example{'s' * (n != '1')}"])])
 
 
-def pivot(rows: Sequence[Result], across: str) -> Table:
+def pivot(rows: Sequence[Result], across: str) -> TextTable:
     """One row per policy, one column per budget or task, as in the tables of papers.
 
     across="budget": scores (or NLL) with 95% intervals; runs without a budget have a separate column.
@@ -299,11 +301,11 @@ def _percent(row: Result) -> str:
     return "failed" if row.score is None else f"{100 * row.score:.1f}"
 
 
-def chosen(rows: Sequence[Result], names: Sequence[str]) -> Table:
+def chosen(rows: Sequence[Result], names: Sequence[str]) -> TextTable:
     """Columns of the tidy table by name."""
     frame = tidy(rows, names)
     left = [str(name) for name in frame if frame[name].dtype.kind not in "iuf"]
-    return Table(frame.astype(object).where(frame.notna(), "").map(_digits), left=left)
+    return TextTable(frame.astype(object).where(frame.notna(), "").map(_digits), left=left)
 
 
 def _digits(value: object) -> str:

@@ -18,7 +18,7 @@ _CONSOLE = Console()
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """A table for people. frame: cells of text. left: left-aligned columns. groups: rows with different values in these
     columns are separated by a line. notes: sentences below the table.
     """
@@ -45,9 +45,9 @@ def table_of(
     left: Sequence[str] = (),
     notes: Sequence[str] = (),
     groups: Sequence[str] = (),
-) -> Table:
-    """A table of rows of text: see `Table`."""
-    return Table(frame_of(names, list(zip(*rows, strict=True)) or [[] for _ in names]), title, notes, left, groups)
+) -> TextTable:
+    """A table of rows of text: see `TextTable`."""
+    return TextTable(frame_of(names, list(zip(*rows, strict=True)) or [[] for _ in names]), title, notes, left, groups)
 
 
 def frame_of(names: Sequence[str], columns: Sequence[Sequence[str]]) -> pd.DataFrame:
@@ -56,7 +56,7 @@ def frame_of(names: Sequence[str], columns: Sequence[Sequence[str]]) -> pd.DataF
     return frame.set_axis(list(names), axis="columns")
 
 
-def text(table: Table, width: int | None = None) -> str:
+def text(table: TextTable, width: int | None = None) -> str:
     """Aligned columns. width: characters of a line, to which the columns are folded; None: unlimited."""
     frame = table.frame
     keys = [tuple(row) for row in frame[list(table.groups)].to_numpy()]

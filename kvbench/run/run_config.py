@@ -52,7 +52,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationFields:
     """The settings of sampling: see conf/config.yaml."""
 
     temperature: float | None = None
@@ -106,7 +106,7 @@ class RunConfig:
     watch: Sequence[Tree] = ()
     dry_run: bool = False
     allow_version_mismatch: bool = False
-    generation: Generation = Generation()
+    generation: GenerationFields = GenerationFields()
     engine: Engine = Engine()
     logger: Tree = field(default_factory=lambda: read("logger", "none"))
     names: Mapping[str, str] = field(default_factory=dict, metadata=INTERNAL)
@@ -164,7 +164,7 @@ def typed(config: Mapping[str, Any], chosen: Mapping[str, str], folders: Sequenc
     for name in ("model", "policy", "task", "logger", "generation", "engine"):
         if not isinstance(values.get(name, {}), Mapping):
             raise ConfigError(name, values[name], why="is not allowed, set its fields")
-    for name, part in (("generation", Generation), ("engine", Engine)):
+    for name, part in (("generation", GenerationFields), ("engine", Engine)):
         values[name] = build({**values.get(name, {}), "_target_": f"{__name__}.{part.__name__}"}, (name,))
     values = converted(RunConfig, values)
     check_fields(RunConfig, values)
@@ -238,7 +238,7 @@ def changed_fields(run: RunConfig) -> tuple[str, ...]:
 
     A task has the same name wherever its data is, so `data_dir` is none of them.
     """
-    preset = {**run.record, **dict.fromkeys(SCHEDULE), "generation": vars(Generation())}
+    preset = {**run.record, **dict.fromkeys(SCHEDULE), "generation": vars(GenerationFields())}
     for group in ("policy", "task"):
         with suppress(ValueError):  # a name of the caller: nothing differs
             preset[group] = named_config(group, run.names[group], run.folders)

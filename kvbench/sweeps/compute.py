@@ -175,7 +175,7 @@ class Guarded(SweepCallback):
 
 
 # --- computing -------------------------------------------------------------------------------------------------------
-class Recorder(RunCallback):
+class SweepRecorder(RunCallback):
     """Writes the state of every run of the sweep in `out` and prints errors, then calls another.
 
     titles: of the runs, by run id.
@@ -221,7 +221,7 @@ def compute(entries: Sequence[Entry], runs: Mapping[str, Run], out: Path, tracke
 
     runs: by the keys of their entries. Messages are also printed, and written to the state of their run.
     """
-    recorder = Recorder({entry.key: entry.title for entry in entries}, out, tracker)
+    recorder = SweepRecorder({entry.key: entry.title for entry in entries}, out, tracker)
     try:
         places = [(entry.folder, entry.modules) for entry in entries]
         for place in dict.fromkeys(places):  # data is read while runs are computed

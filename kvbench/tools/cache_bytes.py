@@ -24,7 +24,7 @@ from kvbench.policies.latents import check_latents
 from kvbench.policies.policy import Policy, layer_budgets
 from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.stores.store import LayerStore
-from kvbench.report.text_table import Table, table_of, text
+from kvbench.report.text_table import TextTable, table_of, text
 from kvbench.terminal.command import pairs, terminal_width
 
 STATES = "states"
@@ -200,7 +200,7 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int], batches: Sequence[int]) -> Table:
+def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int], batches: Sequence[int]) -> TextTable:
     """Bytes by kind, one row per policy, length and batch."""
     found = [(p, predict(p, shape, length, batch)) for p in policies for length in lengths for batch in batches]
     kinds = dict.fromkeys(kind for _, one in found for kind, nbytes in one.parts.items() if nbytes)

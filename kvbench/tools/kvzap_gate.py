@@ -23,7 +23,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
 from kvbench.policies.pre_passes.repetition import FIRST
 from kvbench.policies.scorers.kvzap import PERCENTILES, Gate, gated
-from kvbench.policies.scorers.kvzap_targets import KVzapTargets, Moments
+from kvbench.policies.scorers.kvzap_targets import InputMoments, KVzapTargets
 
 FORMS = ("linear", "mlp")
 TEXT = 500  # tokens of a text at most; a pass has them twice
@@ -32,12 +32,12 @@ WIDTH, EPOCHS, BATCH = 512, 15, 512  # of the network
 
 def collect(
     model: PreTrainedModel, texts: Iterable[Tensor], encoder: TextEncoder, stores: bool = False
-) -> dict[int, Moments]:
+) -> dict[int, InputMoments]:
     """The sums for the regression of every layer over texts [T] of token ids, each followed by its repetition.
 
     stores: the hidden states are stored too.
     """
-    found: dict[int, Moments] = {}
+    found: dict[int, InputMoments] = {}
     middle = torch.tensor([*encoder.encode(FIRST), *encoder.encode(encoder.turn_end)])
     for seed, whole in enumerate(texts):
         text = whole[:TEXT]
@@ -53,7 +53,7 @@ def read_text(model: PreTrainedModel, ids: Tensor, targets: KVzapTargets) -> Non
     generate_tokens(model, ids[None].to(model.device), policy, max_new_tokens=1)
 
 
-def fit_linear(found: Mapping[int, Moments]) -> list[Gate]:
+def fit_linear(found: Mapping[int, InputMoments]) -> list[Gate]:
     """The ridge regression of every layer."""
     gates: list[Gate] = []
     for _, moments in sorted(found.items()):
@@ -62,7 +62,7 @@ def fit_linear(found: Mapping[int, Moments]) -> list[Gate]:
     return gates
 
 
-def fit_mlp(found: Mapping[int, Moments], width: int = WIDTH, epochs: int = EPOCHS, seed: int = 0) -> list[Gate]:
+def fit_mlp(found: Mapping[int, InputMoments], width: int = WIDTH, epochs: int = EPOCHS, seed: int = 0) -> list[Gate]:
     """A network with one hidden layer of `width` for every layer: AdamW on the mean squared error of all layers.
 
     Source: NVIDIA/kvpress, kvzap/train.py: learning rate 5e-3 with a cosine schedule, batches of 512 tokens, gradients
@@ -91,7 +91,7 @@ def fit_mlp(found: Mapping[int, Moments], width: int = WIDTH, epochs: int = EPOC
     return [{name: x.detach().contiguous() for name, x in net.state_dict().items()} for net in nets]
 
 
-def check_gates(found: Mapping[int, Moments], gates: Sequence[Gate]) -> tuple[list[float], list[float]]:
+def check_gates(found: Mapping[int, InputMoments], gates: Sequence[Gate]) -> tuple[list[float], list[float]]:
     """R^2 of every layer on the tokens held out, and percentiles 1 to 99 of their predicted scores.
 
     Raises UsageError without a token held out, or if most layers predict worse than a constant.

@@ -82,7 +82,7 @@ class AttentionMatching(Merger):
         return None
 
 
-class Rows(NamedTuple):
+class ReferenceRows(NamedTuple):
     """Reference queries: logits [B,H,R,T], -inf for slots that are not visible, and their log-sum-exp [B,H,R,1].
 
     real [B,H,R,1]: 1, or 0 for rows without a token, which have logits 0. oldest [B]: the position of the first query.
@@ -94,7 +94,7 @@ class Rows(NamedTuple):
     oldest: Tensor
 
 
-def reference_rows(seen: Observation, queries: int) -> Rows:
+def reference_rows(seen: Observation, queries: int) -> ReferenceRows:
     """The newest observed queries in all query heads of a group."""
     assert seen.window is not None, "the merger needs a window"
     asked, places = seen.window.queries[:, :, -queries:], seen.window.positions[:, -queries:]
@@ -104,7 +104,7 @@ def reference_rows(seen: Observation, queries: int) -> Rows:
     logits = logits.masked_fill(~(sight | nothing)[:, :, None], -torch.inf).flatten(2, 3)
     real = (~nothing & (places >= 0)[:, None, :, None]).repeat(1, 1, asked.shape[1] // seen.keys.shape[1], 1)
     oldest = places.masked_fill(places < 0, torch.iinfo(places.dtype).max).amin(-1)
-    return Rows(logits, logits.logsumexp(-1, keepdim=True), real.to(logits.dtype), oldest)
+    return ReferenceRows(logits, logits.logsumexp(-1, keepdim=True), real.to(logits.dtype), oldest)
 
 
 def mass_weights(masses: Tensor, real: Tensor, free: Tensor, steps: int) -> Tensor:

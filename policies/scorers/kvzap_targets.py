@@ -18,7 +18,7 @@ LEAST = 1e-12  # of a target before the logarithm; an underflow would give -inf
 
 
 @dataclass
-class Moments:
+class InputMoments:
     """Sums over tokens for the regression of one layer, in float64, and the tokens held out from it.
 
     rows: hidden states [n,hidden] and targets [n,H] of the other tokens, for a gate that is no linear regression; None:
@@ -71,7 +71,7 @@ class KVzapTargets(Scorer):
     repeat: tuple[int, int]
     share: float = 0.05
     seed: int = 0
-    found: dict[int, Moments] = field(default_factory=dict, compare=False)
+    found: dict[int, InputMoments] = field(default_factory=dict, compare=False)
     stores: bool = False
 
     def observe(self, observation: Observation, state: State) -> None:
@@ -83,7 +83,7 @@ class KVzapTargets(Scorer):
         x = hidden[self.text[0] : self.text[1]]
         targets = self.targets(observation, hidden)
         if observation.layer not in self.found:
-            self.found[observation.layer] = Moments(rows=[] if self.stores else None)
+            self.found[observation.layer] = InputMoments(rows=[] if self.stores else None)
         self.found[observation.layer].add(x, targets, held_out.to(x.device))
 
     def targets(self, observation: Observation, hidden: Tensor) -> Tensor:

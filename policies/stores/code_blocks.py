@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from kvbench.policies.stores.coded_layer import CodedLayer, Run
+from kvbench.policies.stores.coded_layer import CodedLayer, CodeRun
 
 
 class BlockLayer(CodedLayer):
@@ -32,8 +32,10 @@ class BlockLayer(CodedLayer):
     def codes_of(self, side: int) -> Mapping[str, Tensor]:
         return self.blocks[side][-1][1] if self.blocks[side] else {}
 
-    def _runs(self, side: int) -> Iterator[Run]:
-        return (Run(tokens, tokens, partial(self._decode, codes, side, tokens)) for tokens, codes in self.blocks[side])
+    def _runs(self, side: int) -> Iterator[CodeRun]:
+        return (
+            CodeRun(tokens, tokens, partial(self._decode, codes, side, tokens)) for tokens, codes in self.blocks[side]
+        )
 
     def _decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, some: slice) -> Tensor:
         x = self.codec.decode(codes, side, tokens, self._like[side].shape[-1])

@@ -26,7 +26,7 @@ LAST = torch.iinfo(torch.int32).max
 TAIL_GROWTH = 16  # places of a ring without a bound; most have at most a few hundred tokens
 
 
-class Run(NamedTuple):
+class CodeRun(NamedTuple):
     """Codes of consecutive tokens; block: a range of them, of whole entries of `each` tokens, as [1,H,m,n/m,D]."""
 
     tokens: int
@@ -64,7 +64,7 @@ class CodedLayer(SlotStore):
         """The last codes that a side holds, by name."""
 
     @abstractmethod
-    def _runs(self, side: int) -> Iterator[Run]:
+    def _runs(self, side: int) -> Iterator[CodeRun]:
         """All codes of a side."""
 
     @abstractmethod

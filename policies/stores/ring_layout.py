@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.policies.stores.coded_layer import LAST, CodedLayer, Run, split
+from kvbench.policies.stores.coded_layer import LAST, CodedLayer, CodeRun, split
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.group_step import CODED, RING, form_of
 from kvbench.policies.stores.slot_store import SIDES
@@ -89,9 +89,9 @@ class RingLayer(CodedLayer):
         x = self.codec.decode(own, side, some.stop - some.start, self._like[side].shape[-1])
         return x if x.dim() == 5 else x[:, :, None]
 
-    def _runs(self, side: int) -> Iterator[Run]:
+    def _runs(self, side: int) -> Iterator[CodeRun]:
         if self.in_codes[side]:
-            yield Run(self.in_codes[side], self._each[side], partial(self._decode, self.codes_of(side), side))
+            yield CodeRun(self.in_codes[side], self._each[side], partial(self._decode, self.codes_of(side), side))
 
     def _codes(self) -> Iterator[tuple[str, Tensor, int]]:
         for name, x in self.memory.items():

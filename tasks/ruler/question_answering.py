@@ -33,7 +33,7 @@ BETWEEN = "\n\n"  # documents
 
 
 @dataclass(frozen=True)
-class Question:
+class SourceQuestion:
     """A question of the data set.
 
     gold: documents that are always included; near: preferred distractors; evidence: documents with the answer.
@@ -51,7 +51,7 @@ class Corpus:
     """All questions in file order, and all documents once, sorted."""
 
     documents: tuple[str, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[SourceQuestion, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class QuestionAnswering(SizedTask):
         return template("qa").fill(question.answers, spans, context=BETWEEN.join(listed), query=question.text)
 
 
-def _chosen(question: Question, size: int, documents: int, draws: Draws) -> list[int]:
+def _chosen(question: SourceQuestion, size: int, documents: int, draws: Draws) -> list[int]:
     """The indices of `size` documents, the gold ones first; all documents if there are fewer."""
     gold, near = list(question.gold), list(question.near)
     if size >= documents:
@@ -159,7 +159,7 @@ def _squad(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
             for entry in paragraph["qas"]:
                 if not entry["is_impossible"]:
                     answers = tuple(answer["text"] for answer in entry["answers"])
-                    questions.append(Question(entry["question"], answers, (gold,), near, (gold,)))
+                    questions.append(SourceQuestion(entry["question"], answers, (gold,), near, (gold,)))
     return Corpus(tuple(documents), tuple(questions))
 
 
@@ -172,7 +172,7 @@ def _hotpotqa(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
         gold = tuple(places[document] for document in context)
         titles = {title for title, _ in entry.get("supporting_facts", ())}
         stated = tuple(i for i, (title, _) in zip(gold, entry["context"], strict=True) if title in titles)
-        questions.append(Question(entry["question"], (entry["answer"],), gold, evidence=stated))
+        questions.append(SourceQuestion(entry["question"], (entry["answer"],), gold, evidence=stated))
     return Corpus(tuple(documents), tuple(questions))
 
 

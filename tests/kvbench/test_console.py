@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 
 from kvbench.__main__ import main
-from kvbench.report.text_table import Table, frame_of, text
+from kvbench.report.text_table import TextTable, frame_of, text
 from kvbench.terminal import progress
 
 
@@ -43,7 +43,7 @@ def test_the_progress_of_texts_is_in_tokens(
 
 def test_a_table_that_is_too_wide_is_folded_and_loses_no_character() -> None:
     rows = [["full", "0.9 (0.8-1.0)", "20"], ["模型", "-", "5"], ["snapkv", "0.5", "20"]]
-    table = Table(frame_of(["policy", "score (95% CI)", "n"], [*zip(*rows, strict=True)]), left=["policy"])
+    table = TextTable(frame_of(["policy", "score (95% CI)", "n"], [*zip(*rows, strict=True)]), left=["policy"])
     lines = text(table).splitlines()
     assert lines == [
         "           score (95%",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvbench.engine import memory as device_memory
-from kvbench.engine.memory import Allocator, MemoryPlanner, sequence_bytes
+from kvbench.engine.memory import DeviceMemory, MemoryPlanner, sequence_bytes
 from kvbench.engine.run_writer import RunCallback, RunWriter
 from kvbench.models.prompt import Prompt
 from kvbench.run.run import Run
@@ -25,7 +25,7 @@ Devices = Callable[..., None]
 def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     """CUDA devices that answer with these bytes: nothing else of one is asked."""
 
-    def there(*found: Allocator) -> None:
+    def there(*found: DeviceMemory) -> None:
         monkeypatch.setattr(device_memory, "_allocators", lambda: list(found))
 
     return there
@@ -58,11 +58,11 @@ def test_rows_enter_until_four_fifths_of_the_free_memory_less_two_prompts_are_ta
     beside = 2 * PROMPT * TOKEN  # what the prefill takes
     for rows in (1, 3, 5):
         needed = beside + rows * (PROMPT + NEW) * TOKEN
-        devices(Allocator(needed * 5 // 4 + 1, 0, 0))
+        devices(DeviceMemory(needed * 5 // 4 + 1, 0, 0))
         assert MemoryPlanner(None).fits([prompt], runs[:6], [], 0) == rows
-        devices(Allocator(needed * 5 // 4 - 5, 0, 0))
+        devices(DeviceMemory(needed * 5 // 4 - 5, 0, 0))
         assert MemoryPlanner(None).fits([prompt], runs[:6], [], 0) == max(1, rows - 1), "one may always try"
-    devices(Allocator((beside + 6 * (BUDGET + NEW) * TOKEN) * 5 // 4 + 1, 0, 0))
+    devices(DeviceMemory((beside + 6 * (BUDGET + NEW) * TOKEN) * 5 // 4 + 1, 0, 0))
     assert MemoryPlanner(None).fits([prompt], runs[6:], [], 0) == 6
     assert MemoryPlanner(None).fits([prompt], runs[:6], [], 0) == 3, "60 tokens each are 6 x 60 = 3 x 120"
 
@@ -70,7 +70,7 @@ def test_rows_enter_until_four_fifths_of_the_free_memory_less_two_prompts_are_ta
 def test_a_prefill_that_took_more_than_expected_leaves_less_room_from_then_on(
     devices: Devices, runs: list[RunWriter], prompt: Prompt
 ) -> None:
-    devices(Allocator((2 * PROMPT + 5 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
+    devices(DeviceMemory((2 * PROMPT + 5 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
     room = MemoryPlanner(None)
     room.measured(prompt, runs[0].run, 1 * PROMPT * TOKEN)
     assert room.fits([prompt], runs[:6], [], 0) == 5, "less than expected changes nothing"
@@ -81,7 +81,7 @@ def test_a_prefill_that_took_more_than_expected_leaves_less_room_from_then_on(
 def test_a_row_that_held_more_than_expected_makes_its_run_expect_it(
     devices: Devices, runs: list[RunWriter], prompt: Prompt
 ) -> None:
-    devices(Allocator((2 * PROMPT + 4 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
+    devices(DeviceMemory((2 * PROMPT + 4 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
     room = MemoryPlanner(None)
     assert room.fits([prompt], runs[:1] * 6, [], 0) == 4
     room.finished(runs[0], prompt, 2 * (PROMPT + NEW) * TOKEN)
@@ -92,7 +92,7 @@ def test_a_row_that_held_more_than_expected_makes_its_run_expect_it(
 def test_a_device_that_ran_out_of_memory_gets_half_as_many_rows(
     devices: Devices, runs: list[RunWriter], prompt: Prompt
 ) -> None:
-    devices(Allocator(10**9, 0, 0))
+    devices(DeviceMemory(10**9, 0, 0))
     room = MemoryPlanner(None)
     assert room.fits([prompt], runs[:6], [], 0) == 6
     room.ran_out(5)

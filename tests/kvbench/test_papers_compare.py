@@ -21,7 +21,7 @@ from kvbench.papers.layout import HOLE, longbench, numbers
 from kvbench.papers.matching import differences
 from kvbench.papers.protocol import Plan, plan, runs_of
 from kvbench.policies.describe import describe
-from kvbench.report.text_table import Table
+from kvbench.report.text_table import TextTable
 from kvbench.results.loading import load_results, read_result
 from kvbench.results.result import Result
 from kvbench.results.samples import Sample
@@ -95,7 +95,7 @@ def made(out: Path, task: str, samples: list[Sample], policy: str = "caote_h2o",
     return read_result(plotted_runs.write_run(out, policy, samples, task=task, **about))
 
 
-def line(table: Table, task: str, method: str = "H2O + CAOTE", budget: str = "2048") -> dict[str, str]:
+def line(table: TextTable, task: str, method: str = "H2O + CAOTE", budget: str = "2048") -> dict[str, str]:
     """The row of a number of Llama-3.1-8B-Instruct."""
     frame = table.frame
     own = (frame["model"] == "Llama-3.1-8B-Instruct") & (frame["budget"] == budget) & (frame["method"] == method)

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.report.formats import latex, renamed
-from kvbench.report.text_table import Table, frame_of, table_of
+from kvbench.report.text_table import TextTable, frame_of, table_of
 from kvbench.report.text_table import text as text_table
 
 WORDS = st.text(alphabet="ab1 _%&#$*[]{}~^\\\\-.<", max_size=8)
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> Table:
+def tables(draw: st.DrawFn) -> TextTable:
     names = draw(st.lists(WORDS, min_size=1, max_size=4, unique=True))
     rows = draw(st.lists(st.tuples(*[WORDS] * len(names)), min_size=1, max_size=4))
     return replace(table_of(names, rows, draw(WORDS), names[:1]), notes=draw(st.lists(WORDS, max_size=3)))
@@ -44,7 +44,7 @@ def check(text: str) -> None:
 
 
 @given(tables())
-def test_tables_with_special_characters_are_valid_latex(table: Table) -> None:
+def test_tables_with_special_characters_are_valid_latex(table: TextTable) -> None:
     check(latex(table))
 
 
@@ -54,7 +54,7 @@ def test_numbers_have_true_minus_signs_and_names_keep_their_hyphens() -> None:
 
 def test_a_table_fits_a_column_a_page_or_is_broken_and_can_be_referenced() -> None:
     names = [f"task{n}" for n in range(24)]
-    wide = Table(frame_of(["policy", *names], [["snapkv"], *([["50.0"]] * 24)]), "all tasks", left=["policy"])
+    wide = TextTable(frame_of(["policy", *names], [["snapkv"], *([["50.0"]] * 24)]), "all tasks", left=["policy"])
     narrow = table_of(("policy", "score"), [("snapkv", "0.50")], "own", left=("policy",))
     text = latex(narrow, "my_table")
     assert text.startswith("% \\usepackage{booktabs}\n\\begin{table}\n")
@@ -75,7 +75,7 @@ def test_a_table_longer_than_a_page_is_several_tables_with_the_columns_of_names_
     scores = [[f"0.{n:02}" + " (0.10-0.90)" * 2 if n % 2 == at else "-" for n in range(50)] for at in (0, 0, 1, 1)]
     policies = [f"policy{n}" for n in range(50)]
     frame = frame_of(["policy", "budget", *"abcd"], [policies, ["64"] * 50, *scores])
-    text = latex(Table(frame, "long", notes=["one note"], left=["policy"]), "own")
+    text = latex(TextTable(frame, "long", notes=["one note"], left=["policy"]), "own")
     check(text)
     tables = text.split("\\begin{table*}")[1:]
     assert len(tables) == 2  # of at most 44 lines

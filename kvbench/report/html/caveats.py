@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvbench.errors import counted
-from kvbench.report.html.tables import Group, budget_text
+from kvbench.report.html.tables import RowGroup, budget_text
 from kvbench.results.result import Result
 from kvbench.results.session import machine
 from kvbench.results.statistics import FEWEST
@@ -34,7 +34,7 @@ def _about(row: Result) -> str:
     return f"{row.task_label} ({row.model_label})"
 
 
-def caveats(rows: Sequence[Result], groups: Sequence[Group]) -> list[Caveat]:
+def caveats(rows: Sequence[Result], groups: Sequence[RowGroup]) -> list[Caveat]:
     """Every warning about these runs."""
     few = f"Fewer than {FEWEST} examples"
     unfinished = "Their numbers include only the finished examples. Run the same command again to continue them."
@@ -92,7 +92,7 @@ def _examples(rows: Sequence[Result]) -> Iterator[str]:
             yield f"{_about(group[0])}: {count} examples"
 
 
-def _memory(groups: Sequence[Group]) -> Iterator[str]:
+def _memory(groups: Sequence[RowGroup]) -> Iterator[str]:
     for group in groups:
         held = {row: row.cache_bytes for row in group.rows if row.cache_bytes and row.budget is not None}
         if held and max(held.values()) > MEMORY * min(held.values()):

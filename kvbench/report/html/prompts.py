@@ -44,22 +44,22 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class ShownPrompts:
     """Passages by prompt hash. reason: why there are none."""
 
     shown: Mapping[str, tuple[Passage, ...]]
     reason: str = ""
 
 
-def prompts_of(run: Result, count: int) -> Prompts:
+def prompts_of(run: Result, count: int) -> ShownPrompts:
     """The prompts of the first `count` examples of a run: both ends, and the text around the references."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # the run has already logged its warnings
     try:
         with reading():
-            return Prompts(dict(_made(run, count)))
+            return ShownPrompts(dict(_made(run, count)))
     except (UsageError, ValueError, TypeError, KeyError, ImportError, OSError, yaml.YAMLError) as error:
-        return Prompts({}, f"Prompts are not shown, because they cannot be built again: {first_line(error)}.")
+        return ShownPrompts({}, f"Prompts are not shown, because they cannot be built again: {first_line(error)}.")
     finally:
         logging.disable(level)
 

@@ -20,7 +20,7 @@ BEST, TIED, FEW, REFERENCE = "best", "≈ best", "n too small to tell", "referen
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """Runs that are compared with each other: of one model, task, budget, schedule and decoding rule."""
 
     title: str
@@ -34,7 +34,7 @@ def in_order(rows: Iterable[Result]) -> list[Result]:
     )
 
 
-def groups(rows: Sequence[Result]) -> list[Group]:
+def groups(rows: Sequence[Result]) -> list[RowGroup]:
     """The runs in comparison groups, the best first. Runs without eviction are a separate group."""
     found: dict[tuple[object, ...], list[Result]] = {}
     for row in in_order(rows):
@@ -47,7 +47,7 @@ def groups(rows: Sequence[Result]) -> list[Group]:
         budget = [] if first.budget is None else [f"budget {budget_text(first.budget)}"]
         model = [first.model_label] * several
         title = ", ".join([*model, first.task_label, *budget, first.when or "nothing evicted"])
-        ranked.append(Group(title, tuple(sorted(group, key=_badness))))
+        ranked.append(RowGroup(title, tuple(sorted(group, key=_badness))))
     return ranked
 
 
@@ -55,7 +55,7 @@ def _badness(row: Result) -> float:
     return float("inf") if row.value is None else -row.value if row.measure == "score" else row.value
 
 
-def marks(group: Group) -> dict[Result, str]:
+def marks(group: RowGroup) -> dict[Result, str]:
     """Marks the best runs of a group, and the runs that do not differ significantly from them.
 
     Paired by example, at 5% with Holm's correction over the group. If no number of right answers could differ
@@ -74,7 +74,7 @@ def marks(group: Group) -> dict[Result, str]:
     return {row: TIED for (row, _), p in zip(compared, adjusted, strict=True) if p > ALPHA} | found
 
 
-def to_full(group: Group) -> dict[Result, Difference]:
+def to_full(group: RowGroup) -> dict[Result, Difference]:
     """Differences from the full cache, with p corrected for the rows of the group."""
     return corrected({row: row.difference for row in group.rows if row.difference and not row.is_full})
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench.tools.bench.measure import (
     Contender,
-    Sample,
+    Timing,
     contenders,
     copy_rate,
     fits,
@@ -38,7 +38,7 @@ class Bound:
     weights: int | None
     rate: float
 
-    def share(self, samples: Sequence[Sample]) -> float | None:
+    def share(self, samples: Sequence[Timing]) -> float | None:
         """The time to read the weights and the cache at this rate, over the median time of a decoding step."""
         if self.weights is None:
             return None
@@ -75,9 +75,9 @@ def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, 
 
 def _rounds(
     model: PreTrainedModel, those: Sequence[Contender], ids: Tensor, settings: Settings
-) -> dict[Contender, list[Sample]]:
+) -> dict[Contender, list[Timing]]:
     """The samples of every contender that fits into memory, in interleaved rounds. The first round is a warm-up."""
-    samples: dict[Contender, list[Sample]] = {contender: [] for contender in those}
+    samples: dict[Contender, list[Timing]] = {contender: [] for contender in those}
     what = f"{ids.shape[1]} tokens, batch {ids.shape[0]}"
     turns = [contender for _ in range(settings.rounds + 1) for contender in those]
     for contender in tqdm(turns, desc=what, leave=False, disable=None):
@@ -92,7 +92,7 @@ def _rounds(
 
 
 def _row(
-    contender: Contender, samples: Sequence[Sample] | None, batch: int, prompt: int, settings: Settings, bound: Bound
+    contender: Contender, samples: Sequence[Timing] | None, batch: int, prompt: int, settings: Settings, bound: Bound
 ) -> dict[str, Any]:
     sizes = {"policy": contender.name, "budget": contender.budget, "prompt": prompt, "batch": batch}
     row: dict[str, Any] = {**sizes, "new_tokens": settings.new_tokens, "rounds": settings.rounds}

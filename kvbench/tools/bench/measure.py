@@ -47,7 +47,7 @@ PRESSES: dict[str, Callable[[Any], Any]] = {
 
 
 @dataclass(frozen=True)
-class Sample:
+class Timing:
     """One measured generation. decode_ms: mean of the steps after the first ones (`WARM`). peak_bytes: None if unknown.
 
     held_bytes: of the cache after the last token. peak_bytes: on CUDA the most bytes allocated, weights included; on a
@@ -152,7 +152,7 @@ def fits(model: PreTrainedModel, contender: Contender, batch: int, length: int) 
         return True
 
 
-def measure(model: PreTrainedModel, contender: Contender, ids: Tensor, new_tokens: int) -> Sample:
+def measure(model: PreTrainedModel, contender: Contender, ids: Tensor, new_tokens: int) -> Timing:
     """Generate `new_tokens` after ids [B,T], greedily. Out-of-memory errors are raised."""
     reset_peak(model.device)
     policy = contender.policy
@@ -164,11 +164,11 @@ def measure(model: PreTrainedModel, contender: Contender, ids: Tensor, new_token
         with borrowed(model):
             return _steps(batch, requests, policy)
     prefill, decode, steps, held, tokens = alone(model, policy, ids, new_tokens)
-    return Sample(1e3 * prefill, 1e3 * decode / steps, held, peak(model.device), tokens)
+    return Timing(1e3 * prefill, 1e3 * decode / steps, held, peak(model.device), tokens)
 
 
 @torch.inference_mode()
-def _steps(batch: DecodeBatch, requests: Sequence[Request], policy: Policy) -> Sample:
+def _steps(batch: DecodeBatch, requests: Sequence[Request], policy: Policy) -> Timing:
     """Prompts under one policy, and their steps; the first ones, which a GPU records, are not timed."""
     device = requests[0].prompt.device
     times, steps, warm = [seconds(device)], 0, min(WARM, (requests[0].max_new_tokens - 1) // 2)
@@ -186,7 +186,7 @@ def _steps(batch: DecodeBatch, requests: Sequence[Request], policy: Policy) -> S
     start, prefilled, *_, begun, end = times
     held = sum(sequence.cache.nbytes for sequence in sequences if sequence.cache is not None)
     tokens = [sequence.tokens for sequence in sequences]
-    return Sample(1e3 * (prefilled - start), 1e3 * (end - begun) / (steps - warm), held, peak(device), tokens)
+    return Timing(1e3 * (prefilled - start), 1e3 * (end - begun) / (steps - warm), held, peak(device), tokens)
 
 
 def alone(
@@ -202,7 +202,7 @@ def alone(
 
 
 @torch.inference_mode()
-def _transformers(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> Sample:
+def _transformers(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> Timing:
     """The same generation with transformers' sdpa attention and DynamicCache."""
     with attention(model, "sdpa"):
         cache, written, times = DynamicCache(config=model.config), list[Tensor](), [seconds(model.device)]
@@ -219,7 +219,7 @@ def _transformers(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> Sampl
     start, prefilled, end = times
     per_step = 1e3 * (end - prefilled) / (new_tokens - 1)
     tokens = torch.cat(written, dim=1).tolist()
-    return Sample(1e3 * (prefilled - start), per_step, held, peak(model.device), tokens)
+    return Timing(1e3 * (prefilled - start), per_step, held, peak(model.device), tokens)
 
 
 def seconds(device: torch.device) -> float:
@@ -243,7 +243,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> int | None:
-    """The peak memory since `reset_peak`; see `Sample`."""
+    """The peak memory since `reset_peak`; see `Timing`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -23,7 +23,7 @@ TITLE = "normalised attention-output error, by layer"
 KINDS = {"free": "free: two separate runs, drift included", "local": "local: the same hidden states"}
 
 
-class _Recorder(KVCache):
+class _OutputRecorder(KVCache):
     """Records the attention output of every layer, [1,H_q,M,D] per call.
 
     shadow: a cache that gets the same queries, keys and values.
@@ -44,7 +44,7 @@ class _Recorder(KVCache):
         return out
 
 
-def _outputs(cache: _Recorder) -> list[Tensor]:
+def _outputs(cache: _OutputRecorder) -> list[Tensor]:
     """[T + n, H_q * D] per attention layer, in float32."""
     return [torch.cat(calls, dim=2)[0].transpose(0, 1).flatten(1).float() for calls in cache.outputs]
 
@@ -63,7 +63,7 @@ def measure(probe: Probe) -> list[dict[str, object]]:
     the same hidden states, which isolates the layer.
     """
     full = make_policy("full")
-    dense, shadow, evicted = (probe.cache_of(_Recorder, policy) for policy in (full, full, None))
+    dense, shadow, evicted = (probe.cache_of(_OutputRecorder, policy) for policy in (full, full, None))
     tokens = probe.follow(dense, None)
     evicted.shadow = shadow
     probe.follow(evicted, tokens)

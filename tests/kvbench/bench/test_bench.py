@@ -13,7 +13,7 @@ from kvbench.engine.generate import generate_tokens
 from kvbench.models.given import borrowed
 from kvbench.tools.bench import latency, measure
 from kvbench.tools.bench.cli import main
-from kvbench.tools.bench.measure import Contender, Sample
+from kvbench.tools.bench.measure import Contender, Timing
 from kvbench.tools.bench.settings import Settings
 
 PER_TOKEN = 2 * 2 * 2 * 8 * 4  # bytes: layers, KV heads, key and value, head dimension, float32
@@ -84,11 +84,11 @@ def test_transformers_cache_equals_full_and_its_attention_is_restored() -> None:
 def test_memory_that_is_too_small_is_a_row_and_larger_batches_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def limited(model: object, contender: Contender, ids: torch.Tensor, new_tokens: int) -> Sample:
+    def limited(model: object, contender: Contender, ids: torch.Tensor, new_tokens: int) -> Timing:
         tried.append((contender.name, len(ids)))
         if contender.name == "full" and len(ids) > 1:
             raise torch.OutOfMemoryError("no memory")
-        return Sample(4.0, 2.0, 2**20, None, [])
+        return Timing(4.0, 2.0, 2**20, None, [])
 
     monkeypatch.setattr(latency, "measure", limited)
     settings = Settings(policies=["full", "h2o"], lengths=[10], batches=[4, 1, 2], new_tokens=3, rounds=1, baselines=[])
@@ -111,7 +111,7 @@ def test_a_batch_whose_cache_cannot_fit_is_a_row_and_is_not_tried() -> None:
 
 
 def test_the_bound_is_a_copy_of_weights_and_cache() -> None:
-    samples = [Sample(9.0, ms, 1_000, None, []) for ms in (2.0, 4.0, 8.0)]
+    samples = [Timing(9.0, ms, 1_000, None, []) for ms in (2.0, 4.0, 8.0)]
     assert latency.Bound(3_000, rate=1e6).share(samples) == 1.0  # 4,000 bytes take 4 ms, the median step as long
     assert latency.Bound(None, rate=1e6).share(samples) is None
 

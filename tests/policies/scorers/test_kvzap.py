@@ -21,7 +21,7 @@ from kvbench.cache.inputs import watch_inputs
 from kvbench.errors import ConfigError
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.kvzap import KVzap, gated
-from kvbench.policies.scorers.kvzap_targets import KVzapTargets, Moments
+from kvbench.policies.scorers.kvzap_targets import InputMoments, KVzapTargets
 from kvbench.tools.calibrate import main as calibrate
 from kvbench.tools.kvzap_gate import check_gates, fit_linear, fit_mlp, read_text
 
@@ -225,7 +225,7 @@ def test_a_network_fits_a_nonlinear_target(tmp_path: Path) -> None:
     for layer in range(2):
         x = torch.randn(3000, 6, generator=generator)
         y = torch.stack([x[:, 0] * x[:, 1] + x[:, 3] / 2, x[:, 2].abs() + x[:, 4] / 3], dim=1)  # a fifth is linear
-        found[layer] = Moments(rows=[])
+        found[layer] = InputMoments(rows=[])
         found[layer].add(x, y, torch.arange(3000) < 300)
     line, _ = check_gates(found, fit_linear(found))
     network, percentiles = check_gates(found, gates := fit_mlp(found, width=64, epochs=30))
