@@ -1,6 +1,7 @@
 """Watchers see every evicted token once, whatever evicts it: blocks, prompts, thresholds, budgets, single tokens."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,13 +12,14 @@ from kv_runs import ended
 from kv_watch import Ledger, ledger_of
 from torch import Tensor
 
+import kvbench
 from kvbench import KVCache, make_policy
 from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
 from kvbench.cache.sequence import Sequence
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request, script_of
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, UsageError
 from kvbench.policies.policy import Policy
 from kvbench.run.run import build_run
 from kvbench.run.run_config import run_config
@@ -122,6 +124,16 @@ def test_a_watcher_that_is_none_is_refused() -> None:
     for watch, words in refused:
         with pytest.raises(ConfigError, match=words):
             build_run(run_config("pocket", "snapkv", "niah", watch=watch))
+
+
+def test_a_run_without_evictions_to_watch_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "' + "one two three " * 99 + '"}')
+    task = {"task": "perplexity", "task.data_dir": str(tmp_path / "texts.jsonl"), "task.length": 99}
+    with pytest.raises(UsageError, match="watch has no effect: task perplexity is computed as a whole under h2o"):
+        kvbench.evaluate(
+            "pocket", policies=["h2o"], budgets=[64], tasks=[task.pop("task")], watch=[{"_target_": "kv_watch.Ledger"}],
+            out=tmp_path, schedule="blocks", block=16, **task,
+        )  # fmt: skip
 
 
 def test_the_number_is_part_of_the_identity_of_a_run() -> None:
