@@ -81,7 +81,7 @@ class Step:
         span, index, budgets = self.span, self.layer.index, self.sequence.budgets
         if not span.evicts or self.policy.scorer is None:
             return 0
-        return budgets.shares[index] if span.phase == "decode" else budgets.within(index, span.end)
+        return (budgets.decoding if span.phase == "decode" else budgets.within)(index, span.end)
 
     @property
     def spare(self) -> int:
