@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvbench.cache.registration import register_with_transformers
+from kvbench.terminal.start import end_at_interrupt, is_command
 
 if TYPE_CHECKING:
     from kvbench.api.ask import ask
@@ -38,6 +39,8 @@ _HOMES = {
     "make_policy": "kvbench.config.presets",
     "preset_names": "kvbench.config.presets",
 }
+if is_command():
+    end_at_interrupt()
 register_with_transformers()  # makes attn_implementation="kvbench" available in transformers
 __all__ = [
     "Allocator",

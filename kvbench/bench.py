@@ -1,8 +1,6 @@
 """`kvbench bench`: see `kvbench.tools.bench.cli`."""
 
-import sys
-
-from kvbench.terminal.command import share_cores
+from kvbench.terminal.command import leave, share_cores
 
 share_cores()
 from kvbench.tools.bench.cli import cli, main  # noqa: E402 - OpenMP reads the setting when torch is imported
@@ -10,4 +8,4 @@ from kvbench.tools.bench.cli import cli, main  # noqa: E402 - OpenMP reads the s
 __all__ = ["cli", "main"]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +10,13 @@ import yaml
 
 from kvbench.config.completion import complete_overrides
 from kvbench.config.compose import check_run_fields
+from kvbench.errors import counted
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, show
 from kvbench.report.text_table import TextTable, table_of
 from kvbench.results.loading import load_results
-from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program
+from kvbench.results.statistics import between
+from kvbench.terminal.command import PATH, Command, leave, log_to_stderr, pairs, program
 from kvbench.terminal.outputs import check_output
 
 
@@ -38,7 +39,7 @@ def cli(overrides: Sequence[str], paper: Sequence[str], runs: Path | None, outpu
     fields = {key: yaml.safe_load(value) for key, value in {**words, **budget}.items()}
     claims = [claim for name in paper or PAPERS for claim in read_claims(name, fields)]
     found = [] if runs is None else load_results(runs)
-    show(as_table([decide(claim, found) for claim in claims]), output, f"{len(claims)} claims")
+    show(as_table([decide(claim, found) for claim in claims]), output, counted(len(claims), "claim"))
 
 
 main = program(cli)
@@ -52,13 +53,13 @@ def as_table(verdicts: Sequence[Verdict]) -> TextTable:
         for found in one.comparisons:
             d = found.difference
             need = f", needs {found.gain:+g}" if found.gain else ""
-            rows.append([*first, f"{found.where}{need}", f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", str(d.n)])
+            rows.append([*first, f"{found.where}{need}", f"{d.mean:+.3f}", between(d.low, d.high, "+.3f"), str(d.n)])
         if not one.comparisons:
             rows.append([*first, "", "", "", ""])
     columns = ["name", "claim", "verdict", "comparison", "difference", "95% interval", "n"]
     notes = [f"{one.claim.name}: {remark}" for one in verdicts for remark in one.remarks]
-    return table_of(columns, rows, f"{len(verdicts)} claims", left=columns[:4], notes=notes, groups=["name"])
+    return table_of(columns, rows, counted(len(verdicts), "claim"), left=columns[:4], notes=notes, groups=["name"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -6,19 +6,22 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import CompactHydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config.compose import CONF, check_run_fields, names, refuse_unused
+from kvbench.config.compose import CONF, check_run_fields, load, names, refuse_unused
 from kvbench.config.folders import find_modules
-from kvbench.errors import ConfigError, UsageError, first_line, unknown
+from kvbench.errors import ConfigError, UsageError, first_line, instead, unknown
 from kvbench.terminal.command import (
     BROKEN_PIPE,
     Commands,
@@ -148,11 +151,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(HELP.format(commands=commands, groups=_groups(), fields=_fields()))
         return 0
     if words and words[0][:1] not in ("-", "+", "~") and "=" not in words[0]:
-        raise unknown("command", words[0], list(COMMANDS.places))
+        groups = [group for group in PARTS if words[0] in names(group)]
+        is_name = "".join(f"; {words[0]} is a {group}: kvbench {group}={words[0]}" for group in groups)
+        raise unknown("command", words[0], list(COMMANDS.places), is_name)
     words = [_without_plus(word) for word in words]
+    _check_options([word for word in words if word[:1] == "-"])
     optimizes = any(word.startswith("hydra/sweeper=") for word in words)
     for word in words:
         _check_word(word, optimizes)
+    _check_launcher(words)
+    if not optimizes and {"-m", "--multirun", "hydra.mode=MULTIRUN"}.isdisjoint(words):
+        _refuse_several(words)
     before, sys.argv = sys.argv, ["kvbench", *map(unescaped, words)]
     try:
         app()
@@ -167,6 +176,53 @@ def _without_plus(word: str) -> str:
     """`+experiment=demo` as `experiment=demo`: every group is in the defaults, so that nothing is added."""
     key = word.lstrip("+").partition("=")[0]
     return word.lstrip("+") if key in (*PARTS, "logger", "experiment") else word
+
+
+def _check_options(options: Sequence[str]) -> None:
+    """Refuse options that Hydra does not have, and `-p` without `--cfg`, which would be ignored."""
+    known = list(get_args_parser()._option_string_actions)
+    for option in options:
+        name = option.partition("=")[0]
+        if not any(one.startswith(name) or (one[1] != "-" and name.startswith(one)) for one in known):
+            field = name.lstrip("-").replace("-", "_")
+            advice = f"write {field}=... without dashes" if field in _field_names() else "see kvbench --hydra-help"
+            raise UsageError(f"{name} is not an option: {advice}")
+    packages = [option for option in options if option.startswith(("-p", "--package"))]
+    if packages and not any(option.startswith(("-c", "--cfg")) for option in options):
+        raise UsageError(f"{packages[0]} is an option of --cfg: choose a policy by policy=NAME")
+
+
+def _field_names() -> set[str]:
+    return {*PARTS, "logger", "experiment", *load(CONF / "config.yaml")}
+
+
+def _check_launcher(words: Sequence[str]) -> None:
+    """Refuse launchers and sweepers with a name that is nearly one of ours, and fields that the launcher lacks."""
+    given = dict(word.lstrip("+").partition("=")[::2] for word in words)
+    for group in ("hydra/launcher", "hydra/sweeper"):
+        own = ["basic", *names(group)]
+        if given.get(group, "basic") not in own and get_close_matches(given[group], own):
+            raise unknown(group, given[group], own)
+    if any(word.startswith(("experiment=", "--config-n", "-cn")) for word in words):
+        return  # the file may choose a launcher
+    launcher = given.get("hydra/launcher", "kvbench")  # as in conf/config.yaml
+    for key, value in given.items():
+        name = key.removeprefix("hydra.launcher.").partition(".")[0]
+        if key.startswith("hydra.launcher.") and launcher in names("hydra/launcher"):
+            fields = [field for field in load(CONF / "hydra/launcher" / f"{launcher}.yaml") if field != "_target_"]
+            if name not in fields:
+                why = f"is not a field of hydra/launcher={launcher}{instead(name, fields, noun='field')}"
+                raise ConfigError(key, value, why=why)
+
+
+def _refuse_several(words: Sequence[str]) -> None:
+    """Refuse several values of a field in a single run: Hydra would also name lists, which no run has here."""
+    for word in words:
+        if "=" in word and word[:1] not in ("-", "~"):
+            with suppress(OverrideParseException):  # Hydra says what is wrong
+                if OverridesParser.create().parse_override(word).is_sweep_override():
+                    key, _, value = word.lstrip("+").partition("=")
+                    raise ConfigError(key, value, why="has several values, which is a sweep: add -m")
 
 
 def _check_word(word: str, optimizes: bool) -> None:
@@ -185,7 +241,8 @@ def _check_word(word: str, optimizes: bool) -> None:
         try:
             check_run_fields({key: value}, groups=("experiment",))
         except ConfigError as error:
-            if "did you mean" in str(error):  # Hydra says what to do with other names
+            # Hydra says what to do with other names
+            if "did you mean" in str(error) or key.startswith(("engine.", "generation.")):
                 raise
     refuse_unused(key, value)
 

@@ -1,10 +1,9 @@
 """`kvbench diagnose`: see `kvbench.tools.diagnose`."""
 
-import sys
-
+from kvbench.terminal.command import leave
 from kvbench.tools.diagnose import cli, main
 
 __all__ = ["cli", "main"]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

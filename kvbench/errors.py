@@ -13,9 +13,9 @@ from typing import Any
 
 LARGEST = 2**53
 """The largest whole number that JSON and Parquet readers represent exactly."""
-MANY = 30
-"""From more names than this on, a message does not list them all."""
-LISTS = {"policy": "policies", "task": "tasks", "model": "models"}
+FEW, MANY = 10, 30
+"""A message lists up to FEW allowed names after the nearest ones, and up to MANY if no name is near."""
+LISTS = {"policy": "policies", "task": "tasks", "model": "models", "table": "tables list"}
 """Groups, and the commands that list their names."""
 _WORD = re.compile(r"([A-Za-z_/.~][\w/.~:@+-]*)?")
 _TYPED = {"None": "null", "True": "true", "False": "false"}
@@ -60,8 +60,7 @@ def a_kind(of: type) -> str:
 
 def unknown(field: str, name: str, allowed: Sequence[str], more: str = "") -> UsageError:
     """The error for a name that does not exist, with the nearest names first. more: other allowed names, in words."""
-    listed = f"; `kvbench {LISTS[field]}` lists them" if field in LISTS and len(allowed) > MANY else ""
-    return UsageError(f"{field}={name} does not exist{instead(name, allowed, listed + more)}")
+    return UsageError(f"{field}={name} does not exist{instead(name, allowed, more, LISTS.get(field, '--help'))}")
 
 
 def hub(group: str, name: str) -> str:
@@ -70,13 +69,17 @@ def hub(group: str, name: str) -> str:
     return f"; a model of the Hub: model=hub model.hub_id={name}" if is_hub else ""
 
 
-def instead(name: str, allowed: Sequence[str], more: str = "") -> str:
-    """The end of a message about a wrong name: the nearest names, and all, unless they are many."""
+def instead(name: str, allowed: Sequence[str], more: str = "", command: str = "", noun: str = "name") -> str:
+    """The end of a message about a wrong name: the nearest names, and all, unless they are many.
+
+    command: the arguments of `kvbench` that list all names. noun: what the names are.
+    """
     near = get_close_matches(name, allowed, n=3, cutoff=0.6)
     guess = f": did you mean {' or '.join(', '.join(near).rsplit(', ', 1))}?" if near else ""
-    if len(allowed) > MANY:
-        return f"{guess} ({len(allowed)} names exist{more})"
-    return f"{guess} (allowed: {', '.join(allowed) or 'none'}{more})"
+    if len(allowed) <= (FEW if near else MANY):
+        return f"{guess} (allowed: {', '.join(allowed) or 'none'}{more})"
+    listed = f"; `kvbench {command}` lists them" if command else ""
+    return f"{guess} ({counted(len(allowed), noun)} exist{listed}{more})"
 
 
 @contextmanager
@@ -136,6 +139,11 @@ def number(name: str, value: object, low: float, high: float = inf, *, below: fl
         span = f"from {low:g} to {high:g}" if high < inf else f"of at least {low:g}"
         span += f" and below {below:g}" if below < inf else ""
         raise ConfigError(name, value, f"a number {span}")
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 run`, `3 runs`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def first_line(error: BaseException) -> str:

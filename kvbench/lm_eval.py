@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import click
 
 from kvbench.errors import from_extra
-from kvbench.terminal.command import program
+from kvbench.terminal.command import leave, program
 
 HELP = """\
 The command line of lm-eval with the additional model `kvbench`:
@@ -44,4 +44,4 @@ main = program(cli)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -1,13 +1,12 @@
 """`kvbench memory`: exact bytes of a policy's cache after a prompt; see `kvbench.tools.cache_bytes`."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from kvbench.config.completion import complete_overrides
-from kvbench.terminal.command import PATH, Command, program
+from kvbench.terminal.command import PATH, Command, leave, program
 
 
 @click.command("memory", cls=Command, no_args_is_help=True)
@@ -36,4 +35,4 @@ def cli(words: Sequence[str], config_dir: Path | None) -> None:
 main = program(cli)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -12,7 +12,7 @@ import click
 
 from kvbench.errors import UsageError, from_extra
 from kvbench.report.selection import selected, selection_options
-from kvbench.terminal.command import PATH, Command, log_to_stderr, program
+from kvbench.terminal.command import PATH, Command, leave, log_to_stderr, program
 from kvbench.terminal.outputs import check_folder, check_output
 
 FORMATS = (".svg", ".png", ".pdf")
@@ -85,4 +85,4 @@ def cli(place: Path, output: Path, suffix: str | None, rename: Sequence[str], **
 main = program(cli)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

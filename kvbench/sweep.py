@@ -10,7 +10,7 @@ from typing import Any
 import click
 import yaml
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, counted
 from kvbench.results.definition import read_definition
 from kvbench.sweeps.jobs import (
     FAILED,
@@ -24,7 +24,7 @@ from kvbench.sweeps.jobs import (
     wait,
 )
 from kvbench.terminal.command import FAILED as EXIT_FAILED
-from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program, share_cores
+from kvbench.terminal.command import PATH, Command, leave, log_to_stderr, pairs, program, share_cores
 
 
 @click.group("sweep", no_args_is_help=False)
@@ -107,10 +107,10 @@ def cancel(found: Sequence[Status]) -> None:
     """Cancel the jobs of a sweep; finished examples are kept."""
     jobs = {one.job.id: one.job for one in found if one.job is not None and one.job.active}
     running = stop([*jobs.values()])
-    sys.stdout.write(f"cancelled {len(jobs) - len(running)} jobs; examples on disk are kept\n")
+    sys.stdout.write(f"cancelled {counted(len(jobs) - len(running), 'job')}; examples on disk are kept\n")
     if running:
         raise UsageError(f"still running: {', '.join(job.id for job in running)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

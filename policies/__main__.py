@@ -1,8 +1,6 @@
 """`kvbench policies`: see `kvbench.tools.catalog`."""
 
-import sys
-
-from kvbench.terminal.command import program
+from kvbench.terminal.command import leave, program
 from kvbench.tools.catalog import listing
 
 cli = listing(
@@ -13,4 +11,4 @@ cli = listing(
 main = program(cli)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

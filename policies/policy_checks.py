@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvbench.errors import ConfigError, as_python
+from kvbench.errors import ConfigError, as_python, counted
 from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.allocators.threshold import with_threshold
 from kvbench.policies.allocators.whole_pages import check_pages, paged_allocator
@@ -39,8 +39,11 @@ def settled(own: Composition) -> Composition:
     for of_evictions in (check_single, check_fair, check_schedule, check_statistics, check_merger):
         of_evictions(own, scorer)
     if allocator.sets_budget:
-        return replace(own, budget=None)
-    check_budget(own.budget, own.name)
+        own = replace(own, budget=None)
+    else:
+        check_budget(own.budget, own.name)
+    if own.schedule.decode == "share":
+        check_share(own)
     if isinstance(own.budget, int) and own.reader is None:
         check_protected(own.name, scorer, allocator, own.budget)
         if isinstance(pages, Pages):
@@ -125,9 +128,20 @@ def check_draft(name: str, pre_pass: Lookahead, budget: int) -> None:
     """Raise ValueError if a budget has no room for a token before the window of the lookahead's SnapKV."""
     if pre_pass.drafter is not None and budget <= pre_pass.draft_window:
         raise ValueError(
-            f"a budget of {budget} tokens per KV head is too small for {name}: draft=evicted keeps the newest "
-            f"{pre_pass.draft_window} tokens and at least one more; use a smaller draft_window or draft=full"
+            f"a budget of {counted(budget, 'token')} per KV head is too small for {name}: draft=evicted keeps the "
+            f"newest {counted(pre_pass.draft_window, 'token')} and at least one more; use a smaller "
+            "draft_window or draft=full"
         )
+
+
+def check_share(own: Composition) -> None:
+    """Raise ValueError if decoding cannot return to a share of all tokens: no share, or units of several tokens."""
+    if not isinstance(own.budget, float):
+        raise ConfigError(
+            "decode", "share", why=f"needs a share as budget, such as budget=0.5, got budget={own.budget}"
+        )
+    if isinstance(own.selection, Pages):
+        raise ValueError(f"{own.name} keeps whole pages, which decode=share would cut: use decode=evict or decode=grow")
 
 
 def check_schedule(own: Composition, scorer: Scorer) -> None:
@@ -201,10 +215,11 @@ def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int
     least = max(least_budget(scorer, allocator), first + newest)
     if budget >= least:
         return
-    parts = [f"{n} {what}" for n, what in ((first, "sinks"), (newest, "newest tokens")) if n]
+    parts = [counted(n, what) for n, what in ((first, "sink"), (newest, "newest token")) if n]
     always = f" ({' and '.join(parts)} are always kept)" if parts else ""
     raise ValueError(
-        f"a budget of {budget} tokens per KV head is too small for {name}: it must be at least {least}{always}"
+        f"a budget of {counted(budget, 'token')} per KV head is too small for {name}: it must be at least "
+        f"{least}{always}"
     )
 
 

@@ -146,16 +146,24 @@ def presses() -> Any:  # noqa: ANN401 - a package without types
         raise ValueError(f"kvpress {installed} cannot be imported ({error}): {INSTALL}") from error
 
 
-def press_class(name: str) -> str:
-    """The import path of a kvpress press. Raises ValueError if there is no press of this name."""
-    installed = installed_version()
+def press_classes() -> dict[str, type]:
+    """The presses of the installed kvpress by their names, sorted. Raises ValueError if it cannot be imported."""
     package = presses()
     base = package.BasePress
-    known = [key for key, found in vars(package).items() if isinstance(found, type) and issubclass(found, base)]
+    return {
+        name: found
+        for name, found in sorted(vars(package).items())
+        if isinstance(found, type) and issubclass(found, base) and found is not base
+    }
+
+
+def press_class(name: str) -> str:
+    """The import path of a kvpress press. Raises ValueError if there is no press of this name."""
+    installed, known = installed_version(), press_classes()
     if name not in known:
-        raise ConfigError("press", name, why=f"is not in kvpress {installed}{instead(name, sorted(known))}")
-    found = getattr(package, name)
-    return f"{found.__module__}.{found.__qualname__}"
+        why = f"is not in kvpress {installed}{instead(name, list(known), command='policies kvpress')}"
+        raise ConfigError("press", name, why=why)
+    return f"{known[name].__module__}.{known[name].__qualname__}"
 
 
 def _made(press: object) -> object:

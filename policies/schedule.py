@@ -27,7 +27,8 @@ class Span(NamedTuple):
 @dataclass(frozen=True)
 class Schedule(ABC):
     """decode: `evict` returns to the budget while decoding; `grow` keeps all generated tokens in addition to it;
-    `threshold` evicts tokens below the threshold of the allocator `Threshold`.
+    `threshold` evicts tokens below the threshold of the allocator `Threshold`; `share` returns to a budget that grows
+    with the answer: the same share of all tokens seen so far (kvpress's CompressionRatioDecodingPress).
 
     every: decoding evicts `every` tokens at once, as soon as the cache exceeds the budget by this number.
     protect: `prompt` keeps all tokens of the prompt, inside the budget; a prompt that does not fit is refused. `span`
@@ -40,7 +41,7 @@ class Schedule(ABC):
     token follows them (FINCH, arXiv 2408.00167); a single evicted token leaves a gap.
     """
 
-    decode: Literal["evict", "grow", "threshold"] = "evict"
+    decode: Literal["evict", "grow", "threshold", "share"] = "evict"
     order: Literal["attend_then_evict", "evict_then_attend"] = "attend_then_evict"
     late: bool = False
     rerotate: bool = False
@@ -54,7 +55,7 @@ class Schedule(ABC):
         if not isinstance(self.protect, Protection):
             choice("protect", self.protect, *PROTECTIONS)
         idle = self.protection is not None and self.decode in self.protection.no_effect
-        if idle or (self.every > 1 and not self.returns_to_budget):
+        if idle or (self.every > 1 and self.decode != "evict"):
             raise ValueError(
                 f"every= and protect={self.protect if idle else 'prompt'} need decode=evict: they have no effect with "
                 f"decode={self.decode}"
@@ -71,8 +72,8 @@ class Schedule(ABC):
 
     @property
     def returns_to_budget(self) -> bool:
-        """Whether these evictions return to the budget."""
-        return self.decode == "evict"
+        """Whether these evictions return to a budget: see `decoded`."""
+        return self.decode in ("evict", "share")
 
     @property
     def protection(self) -> Protection | None:
@@ -92,6 +93,10 @@ class Schedule(ABC):
     def share(self, budget: int, processed: int, prompt: int) -> int:
         """The slots of a layer's budget that may be used after `processed` of a prompt's tokens."""
         return budget
+
+    def decoded(self, budget: int, seen: int, prompt: int) -> int:
+        """The slots of a layer after `seen` tokens, of which `prompt` are the prompt, where decoding evicts."""
+        return budget * seen // prompt if self.decode == "share" else budget
 
     def call_size(self, prompt: int) -> int:
         """The best number of prompt tokens per call of the model."""

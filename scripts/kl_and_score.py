@@ -26,7 +26,7 @@ from scipy.stats import spearmanr
 
 from kvbench.report.figures.style import by_factors, looks_of
 from kvbench.results.loading import load_results
-from kvbench.results.statistics import mean_interval, tails, weighted_interval
+from kvbench.results.statistics import estimate, mean_interval, tails, weighted_interval
 
 KEY = ["task", "budget", "policy"]
 KL_SAMPLES = "kl_samples.csv"
@@ -146,7 +146,7 @@ def figure(rows: pd.DataFrame, ranks: pd.DataFrame, title: str) -> Figure:
             fill = "white" if row["budget"] < largest else plot["color"]
             axes.plot(row["kl"], row["score"], **{**plot, "linestyle": "none", "markerfacecolor": fill})
         words = [
-            f"ρ, budget {r.budget}: {r.rho:.2f} ({r.low:.2f}..{r.high:.2f})"
+            f"ρ, budget {r.budget}: {estimate(r.rho, r.low, r.high, '+.2f')}"
             for r in ranks[ranks["task"] == task].itertuples()
         ]
         axes.set_title("\n".join([task.removeprefix("ruler_"), *words]), loc="left", fontsize="small")

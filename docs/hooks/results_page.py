@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.results.statistics import ALPHA, Difference, smallest_safe
+from kvbench.results.statistics import ALPHA, Difference, estimate, smallest_safe
 
 RESULTS = Path(__file__).parents[2] / "results"
 TRACKS = {
@@ -214,13 +214,12 @@ def track_table(track: str) -> str:
 def _cells(row: Row, place: str, task: str, size: str, safe: Mapping[tuple[str, ...], float | None]) -> tuple[str, ...]:
     get, of = row.numbers.get, escape
     low, high, value = get("low"), get("high"), row.numbers["nll" if row.likelihood else "score"]
-    score = f"{value:.3f}" + (f" ({low:.2f} to {high:.2f})" if low is not None and high is not None else "")
-    score += " nats" * row.likelihood
+    score = estimate(value, low, high, ".3f", ".2f") + " nats" * row.likelihood
     less, ends = get("vs_full"), (get("vs_full_low"), get("vs_full_high"))
     difference = bound = ""
     if less is not None and ends[0] is not None and row.policy != FULL:
         star = "*" if get("p_holm", 1.0) <= ALPHA else ""
-        difference = f"{less:+.3f} ({ends[0]:+.2f} to {ends[1]:+.2f}){star}"
+        difference = estimate(less, *ends, "+.3f", "+.2f") + star
         bound = f"{ends[1]:.2f} nats" if row.likelihood else f"{max(0.0, -ends[0]):.2f}"
     known = safe.get(_method(row))
     return (

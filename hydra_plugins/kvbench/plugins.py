@@ -157,6 +157,7 @@ class KvbenchLauncher(Launcher):
         loader = self.hydra_context.config_loader
         configs = [loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]
         from kvbench.cli import short_errors
+        from kvbench.errors import counted
         from kvbench.terminal.command import quiet, share_cores
 
         share_cores()
@@ -177,7 +178,7 @@ class KvbenchLauncher(Launcher):
             command, launcher = shlex.join(["kvbench", *sys.argv[1:]]), jobs.Launcher(**self.fields)
             found = jobs.run_sweep(entries, folders(), choices[0].get("experiment"), command, launcher)
         failed = sum(status.error is not None for status in found)
-        error = CompactHydraException(f"{failed} of {len(found)} runs failed")
+        error = CompactHydraException(f"{failed} of {counted(len(found), 'run')} failed")
         returns = []
         for overrides, config, status in zip(job_overrides, configs, found, strict=True):
             one = JobReturn(overrides=list(overrides), cfg=config, hydra_cfg=config, task_name="kvbench")

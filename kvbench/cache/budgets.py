@@ -47,6 +47,10 @@ class Budgets:
         share = self._policy.schedule.share(budget, tokens, self.prompt)
         return budget if share == budget else min(budget, max(share, self._least))
 
+    def decoding(self, layer: int, seen: int) -> int:
+        """Slots per KV head of a layer after `seen` tokens, the last of which is decoded."""
+        return self._policy.schedule.decoded(self.shares[layer], seen, self.prompt)
+
     @cached_property
     def _least(self) -> int:
         """Slots per KV head for the protected tokens."""
@@ -101,6 +105,8 @@ class Budgets:
         held, every, tokens = self._after, schedule.every, seen - self.prompt - schedule.late
         if not schedule.returns_to_budget or tokens == 0:
             return [n + tokens for n in held]
+        if schedule.decode == "share":
+            return [min(n + tokens, self.decoding(layer, seen)) for layer, n in enumerate(held)]
         if isinstance(self._policy.selection, Pages):  # whole pages, of which the newest may be short, leave later
             return [min(n + tokens, b + every - 1) for n, b in zip(held, self._shares, strict=True)]
         return [  # a layer evicts `every` tokens at once, whenever it holds that many beyond its budget

@@ -100,10 +100,13 @@ class CallingModel:
         for row, (low, high) in enumerate(torch.stack(shift.aminmax(dim=-1), dim=-1).tolist()):
             if counts[row] and (low, high) != (shifts.setdefault(row, low),) * 2:
                 found = low if low != shifts[row] else high
-                another = f". For another text use a new KVCache, or reset(): this one has seen {seen[row]} tokens"
-                raise ValueError(
+                message = (
                     f"position_ids of sequence {row} do not continue those of its earlier tokens: got "
                     f"{found + seen[row]} where {shifts[row] + seen[row]} follows. Positions count every token seen, "
                     "evicted ones included: leave position_ids out, give attention_mask a column for each of them, and "
-                    f"do not set use_cache=False{another * bool(seen[row])}"
+                    "do not set use_cache=False"
                 )
+                if seen[row] and places.shape[1] > 1 and found < 0:  # a text of several tokens, such as another prompt
+                    advice = "make a new one, or call reset(), for another text. To continue the text:"
+                    message = f"this KVCache already holds {seen[row]} tokens: {advice} {message}"
+                raise ValueError(message)

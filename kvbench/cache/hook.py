@@ -232,7 +232,7 @@ def kvbench_mask(
         raise ValueError(
             f"attention_mask has {attention_mask.shape[-1]} columns, but the cache has seen {seen} tokens "
             f"(evicted ones included) and the call brings {q_length}: pass a mask with {kv_length} columns, or none "
-            "without padding"
+            "without padding; for another text make a new KVCache, or call reset()"
         )
     return attention_mask.to(torch.bool)[:, None, :, None]
 

@@ -203,11 +203,16 @@ def load(file: Path) -> Config:
 
 def check_run_fields(words: Mapping[str, Any], groups: Sequence[str] = ()) -> None:
     """Raise ConfigError for a word that is not a field of a run, nor of Hydra. groups: other names that are allowed."""
-    own = (key for key in load(CONF / "config.yaml") if key != "defaults")
+    own = {key: fields for key, fields in load(CONF / "config.yaml").items() if key != "defaults"}
     known = ["model", "policy", "task", "logger", *groups, *own]
     for key, value in words.items():
-        if (name := re.split("[./@]", key)[0]) not in known:
-            raise ConfigError(key, value, why=f"is not a field of a run{instead(name, known)}")
+        name, *inner = re.split("[./@]", key)
+        if name not in known:
+            why = f"is not a field of a run{instead(name, known, command='--help', noun='field')}"
+            raise ConfigError(key, value, why=why)
+        fields = own.get(name)
+        if inner and isinstance(fields, dict) and name != "hydra" and inner[0] not in fields:
+            raise ConfigError(key, value, why=f"is not a field of {name}{instead(inner[0], list(fields))}")
 
 
 def merge(config: Config, other: Mapping[str, Any]) -> Config:

@@ -128,6 +128,7 @@ def when(config: Config) -> str:
         "evict": "evicts one token for each new one",
         "grow": "keeps every new token above the budget",
         "threshold": "evicts tokens below the threshold",
+        "share": "returns to a share of all tokens seen so far",
     }[rule]
     if (every := schedule.get("every", 1)) > 1:
         decode = f"evicts {every} tokens at once when the budget is exceeded by {every}"

@@ -95,7 +95,9 @@ def check_fields(part: Any, given: Mapping[str, Any]) -> None:  # noqa: ANN401 -
     allowed = [f.name for f in declared]
     for name, value in given.items():
         if name not in allowed:
-            raise ConfigError(name, value, why=f"is not a field of {part.__name__}{instead(name, allowed)}")
+            raise ConfigError(
+                name, value, why=f"is not a field of {part.__name__}{instead(name, allowed, noun='field')}"
+            )
     for f in declared:
         if f.name not in given and f.default is f.default_factory is dataclasses.MISSING:
             raise ConfigError(f.name, None, why=f": {part.__name__} needs a value")

@@ -196,7 +196,7 @@ def place(config: Config, field: str, value: Any) -> None:  # noqa: ANN401
         homes = [home for home in homes if not _inherits(parts[home], name)]
     if not homes:
         known = sorted({known for tree in parts.values() for known in field_names(tree)} - set(parts))
-        raise UsageError(f"policy {config.get('name')} has no field {field!r}{instead(name, known)}")
+        raise UsageError(f"policy {config.get('name')} has no field {field!r}{instead(name, known, noun='field')}")
     if len(homes) > 1:
         raise UsageError(f"{field!r} exists in {' and '.join(homes)}: write {homes[0]}.{name} or {homes[1]}.{name}")
     parts[homes[0]][name] = value
@@ -252,8 +252,8 @@ def scheduled(
         raise ConfigError("schedule", schedule, "prompt or blocks")
     if schedule == "prompt" and block is not None:
         raise ConfigError("block", block, why="has no meaning with schedule=prompt")
-    if decode not in (None, "evict", "grow", "threshold"):
-        raise ConfigError("decode", decode, "evict, grow or threshold")
+    if decode not in (None, "evict", "grow", "threshold", "share"):
+        raise ConfigError("decode", decode, "evict, grow, threshold or share")
     wants_blocks = schedule == "blocks" or (schedule is None and block is not None)
     if wants_blocks or schedule == "prompt":
         config["schedule"] = own = _moved(own, BLOCKS if wants_blocks else PROMPT)
@@ -296,6 +296,6 @@ def named_config(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
     """The configuration of `group=name`, of a file or composed. Raises UsageError if there is none."""
     found = None if find(group, name, folders) else composed_config(group, name, folders)
     if found is None and group == "policy" and not find(group, name, folders):
-        wrappers = ", ".join(f"{one}_" for one in names("wrapper", folders))
-        raise unknown(group, name, names(group, folders), f"; {wrappers} can be put before a policy that scores")
+        more = "; prefixes such as ada_ and caote_ can be put before a policy that scores"
+        raise unknown(group, name, names(group, folders), more)
     return read(group, name, folders) if found is None else found

@@ -118,7 +118,8 @@ def _kept_share(run: Run, length: int, tokens: int) -> float:
     kept = total_slots(policy, layers, length) / layers
     grown = tokens - length
     if policy.evicts and policy.schedule.returns_to_budget:
-        grown = min(grown, policy.schedule.spare)
+        held = round(kept)
+        grown = min(grown, policy.schedule.decoded(held, tokens, length) - held + policy.schedule.spare)
     return copies * min(1.0, (kept + grown) / tokens)
 
 

@@ -42,7 +42,7 @@ from kvbench.engine.prompts import in_batch
 from kvbench.engine.run_writer import RunWriter, WorkItem, one_by_one
 from kvbench.engine.sequence import LiveSequence, Played, Request
 from kvbench.engine.teacher_forcing import policy_for
-from kvbench.errors import one_line
+from kvbench.errors import counted, one_line
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompt import Prompt
 from kvbench.results.samples import Sample
@@ -253,7 +253,7 @@ class Scheduler:
             flight.begin(sequence)
             flight.most_in_flight = max(flight.most_in_flight, in_flight + sequence.done)
         self._finish([sequence for sequence in self._in_flight if sequence.done])
-        self._advance(0, f"{in_flight} sequences, prefill")
+        self._advance(0, f"{counted(in_flight, 'sequence')}, prefill")
 
     # --- conversations ---------------------------------------------------------------------------------------------
     def _history(self, item: WorkItem, run: RunWriter | None) -> Played | None:
@@ -284,7 +284,9 @@ class Scheduler:
             flight.decode_seconds += seconds
             flight.begin(sequence)
         self._finish(ended)
-        self._advance(0, f"{self._batch.in_flight} sequences, {self._totals.tokens_per_second:.0f} decoded tokens/s")
+        self._advance(
+            0, f"{counted(self._batch.in_flight, 'sequence')}, {self._totals.tokens_per_second:.0f} decoded tokens/s"
+        )
 
     def _finish(self, ended: Sequence[LiveSequence]) -> None:
         """Deliver the samples or errors of finished sequences to their runs."""

@@ -14,7 +14,7 @@ import yaml
 
 from kvbench.config.compose import check_run_fields
 from kvbench.config.presets import make_policy
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, counted
 from kvbench.models.cache_shapes import cache_shape
 from kvbench.papers.layout import HOLE, TableLayout, budget_text, layout, numbers
 from kvbench.papers.matching import Measured, Runs, average, measured, run_task
@@ -22,6 +22,7 @@ from kvbench.papers.protocol import SCHEDULE, Cannot, Plan, plan, runs_of
 from kvbench.papers.published import AVERAGE, Number
 from kvbench.report.text_table import TextTable
 from kvbench.results.result import Result
+from kvbench.results.statistics import between
 from kvbench.terminal.command import pairs
 from kvbench.tools.cache_bytes import MIB, predict
 
@@ -147,13 +148,13 @@ def compare(name: str, runs: Sequence[Result], overrides: Sequence[str] = ()) ->
     missing = [line for line in lines if line.plans and not line.value]
     counts = len(measured_lines), len(lines), len(missing), len(lines) - len(measured_lines) - len(missing)
     notes = [
-        "{} of {} numbers are measured, {} need runs, {} cannot be measured.".format(*counts),
+        "{} of {} numbers measured, {} without runs, {} that cannot be measured.".format(*counts),
         f"n: examples. tokens, MiB: held at the end, per KV head and in total. predicted: MiB after {PROMPT:,} tokens.",
     ]
     if missing:
         notes.append(" ".join(["kvbench tables run", name, *overrides]))
     if runs and not measured_lines:
-        notes.append(f"None of the {len(runs)} runs measures a number of this table: {_about(runs)}.")
+        notes.append(f"No run of {len(runs)} measures a number of this table: {_about(runs)}.")
     if choice.replaced:
         instead = "; ".join(f"{key}={','.join(map(str, of))}" for key, of in choice.replaced.items())
         notes.append(f"Ours is measured with {instead}: the values cannot be compared with the published ones.")
@@ -190,7 +191,7 @@ def _rows(own: TableLayout, lines: Sequence[Line], several: bool, choice: Choice
             printed = average.number.printed if average else f"{fmean(one.number.value for one in members):.2f}"
             yield _row(own, members[0], f"mean of {len(members) - (average is not None)}", printed, choice)
     elif len(lines) > 1 and not any(line.value for line in lines):
-        yield _row(own, lines[0], f"{len(lines)} numbers", "", choice, lines)
+        yield _row(own, lines[0], counted(len(lines), "number"), "", choice, lines)
     else:
         for line in lines:
             fields = ("task", "metric") if several else ("task",)
@@ -221,7 +222,7 @@ def _ours(line: Line, replaced: bool) -> dict[str, str]:
     if found is None:
         return dict.fromkeys(OURS, HOLE)
     digits = max(2, len(number.printed.partition(".")[2]))
-    interval = HOLE if found.low is None else f"{found.low:.{digits}f} to {found.high:.{digits}f}"
+    interval = HOLE if found.low is None or found.high is None else between(found.low, found.high, f".{digits}f")
     difference = HOLE if replaced else f"{found.value - number.value:+.{digits}f}"
     held = f"{found.kept:.1f}", f"{found.nbytes / MIB:.3f}"
     return dict(zip(OURS, (f"{found.value:.{digits}f}", interval, difference, str(found.n), *held), strict=True))

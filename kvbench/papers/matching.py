@@ -8,6 +8,7 @@ from math import exp, inf
 from statistics import fmean
 from typing import Any
 
+from kvbench.errors import counted
 from kvbench.papers.protocol import SCHEDULE, Plan
 from kvbench.papers.published import BASELINE
 from kvbench.results.labels import compressed
@@ -127,7 +128,7 @@ def _same(recorded: object, planned: object) -> bool:
 def measured(plan: Plan, run: Result) -> Measured | str:
     """The value of a run for a published number, or the reason why it has none."""
     if run.n_failed:
-        return f"{run.n_failed} of {run.n} examples of {run.run_id} failed"
+        return f"{run.n_failed} of {counted(run.n, 'example')} of {run.run_id} failed"
     value, low, high = (None if x is None else plan.times * x for x in _value(plan, run))
     if value is None:
         return f"{run.run_id} has no {plan.measure.removeprefix('official ').replace('_', ' ')}"

@@ -9,7 +9,7 @@ from kvbench.report.table import labelled
 from kvbench.report.text_table import NONE, TextTable
 from kvbench.results.changes import Changes, Share
 from kvbench.results.result import Result
-from kvbench.results.statistics import FEWEST, Difference, corrected
+from kvbench.results.statistics import FEWEST, Difference, corrected, estimate
 
 _LEGEND = (
     "lost, gained: answers that only full, and only this policy, gets right (graded scores: what they lose and gain); "
@@ -39,7 +39,7 @@ def changes_table(rows: Sequence[Result]) -> TextTable:
 
 
 def _share(share: Share | None) -> str | None:
-    return None if share is None else f"{share.mean:.3f} ({share.low:.3f}-{share.high:.3f})"
+    return None if share is None else estimate(share.mean, share.low, share.high)
 
 
 def _difference(one: Difference | None, digits: int) -> str | None:

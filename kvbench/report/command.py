@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvbench.errors import UsageError, instead
+from kvbench.errors import UsageError, counted, instead
 from kvbench.report.changes import changes_table
 from kvbench.report.curves import at_size_table, smallest_table
 from kvbench.report.divergence import divergence_table
@@ -116,11 +116,11 @@ def collect(
             raise UsageError(f"--columns {name} is not a column{instead(name, list(known))}")
     if output is not None and tidy:
         _write_tidy(rows, names, output)
-        sys.stdout.write(f"{len(rows)} rows -> {output}\n")
+        sys.stdout.write(f"{counted(len(rows), 'row')} -> {output}\n")
     else:
         special = None if given else {"kl": divergence_table, "evidence": evidence_table}.get(metric or "")
         table = _table(rows, names, **kinds) if special is None else special(rows)
-        show(renamed(table, others, precision), output, f"{len(rows)} rows")
+        show(renamed(table, others, precision), output, counted(len(rows), "row"))
 
 
 _KINDS: dict[str, Callable[[Sequence[Result]], TextTable]] = {

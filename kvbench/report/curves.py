@@ -20,7 +20,7 @@ from kvbench.results.curves import (
 )
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
-from kvbench.results.statistics import FEWEST, mean_interval
+from kvbench.results.statistics import FEWEST, between, estimate, mean_interval
 
 NAMES = ("model", "task", "policy")
 AT_SIZE = (*NAMES, "kept (95% CI)", "5-95%", "most held", "score", "rival", "at this size", "difference (95% CI)")
@@ -41,8 +41,8 @@ def at_size_table(rows: Sequence[Result]) -> TextTable:
         low, high = np.quantile(sizes, (0.05, 0.95))
         most = max(sum(map(sum, sample.kept_tokens)) for sample in row.samples if sample.kept_tokens)
         own = [row.model, row.task, row.name or row.policy]
-        own.append(f"{np.mean(sizes):.3f} ({interval.low:.3f}-{interval.high:.3f})")
-        own += [f"{low:.3f}-{high:.3f}", f"{most:,}", f"{row.score:.3f}"]
+        own.append(estimate(float(np.mean(sizes)), interval.low, interval.high))
+        own += [between(low, high), f"{most:,}", f"{row.score:.3f}"]
         rivals = [(name, runs) for name, runs in _with_budgets(rows, row).items() if len(runs) > 1]
         lines = [[name, *_rival(row, runs)] for name, runs in rivals]
         lines += [[f"matched={kind}", *_control(row, run)] for kind, run in _controls(rows, row)]
@@ -125,5 +125,4 @@ def _smallest(full: Result, runs: Sequence[Result], size: Size) -> str:
         return NONE
     smallest, interval = found
     mark = "<= " if smallest == curves[1].sizes[0] else ""
-    high = "never" if interval.high == np.inf else f"{interval.high:.3f}"
-    return f"{mark}{smallest:.3f} ({interval.low:.3f}-{high})"
+    return mark + estimate(smallest, interval.low, interval.high).replace("-inf)", "-never)")

@@ -8,7 +8,7 @@ from kvbench.report.table import STAR, grouped, labelled, measure
 from kvbench.report.text_table import NONE, TextTable
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
-from kvbench.results.statistics import FEWEST, Difference, corrected
+from kvbench.results.statistics import FEWEST, Difference, corrected, estimate
 
 _LEGEND = (
     "KL: KL(full || policy) of the next token, nats per token of full's own answer, mean over examples; median, p90, "
@@ -54,8 +54,8 @@ def _text(name: str, how: str = ".3g", scale: float = 1, unit: str = "") -> Call
 
 
 def _diverged(row: Result) -> str | None:
-    ends = row.diverged_share_low, row.diverged_share_high
-    return None if row.diverged_share is None else f"{row.diverged_share:.2f} ({ends[0]:.2f}-{ends[1]:.2f})"
+    share = row.diverged_share
+    return None if share is None else estimate(share, row.diverged_share_low, row.diverged_share_high, ".2f")
 
 
 def _first(row: Result) -> str | None:

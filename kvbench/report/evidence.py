@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from kvbench.report.table import grouped, labelled, measure
 from kvbench.report.text_table import NONE, TextTable
 from kvbench.results.result import Result
+from kvbench.results.statistics import estimate
 
 _LEGEND = (
     "evidence: share of its tokens that is held when the answer begins, mean over layers, KV heads and examples; of "
@@ -33,7 +34,7 @@ def _text(name: str, how: str = ".3f", ends: bool = False) -> Callable[[Result],
     def text(row: Result) -> str | None:
         value = getattr(row, name)
         low, high = (getattr(row, f"{name}_{end}") for end in ("low", "high")) if ends else (None, None)
-        return None if value is None else f"{value:{how}}" + ("" if low is None else f" ({low:{how}}..{high:{how}})")
+        return None if value is None else estimate(value, low, high, how)
 
     return text
 

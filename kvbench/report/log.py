@@ -13,7 +13,7 @@ import yaml
 from kvbench.config.completion import complete_overrides
 from kvbench.config.compose import names, read, resolved
 from kvbench.config.parts import build, refusing_in
-from kvbench.errors import UsageError, unknown
+from kvbench.errors import UsageError, counted, unknown
 from kvbench.results.definition import sweep_name
 from kvbench.results.loading import load_results
 from kvbench.terminal.command import PATH, Command, pairs, quiet
@@ -44,4 +44,4 @@ def log(folder: Path, fields: Sequence[str]) -> None:
     for row in rows:
         watch.started(row, row.samples, row.n)
     watch.close(rows)
-    sys.stdout.write(f"{len(rows)} runs -> {tracker.label}\n")
+    sys.stdout.write(f"{counted(len(rows), 'run')} -> {tracker.label}\n")

@@ -15,7 +15,7 @@ from kvbench.report.text_table import NONE, TextTable, frame_of, text
 from kvbench.results.columns import frame as tidy
 from kvbench.results.labels import budget_order, in_words, text_of
 from kvbench.results.result import FINISHED, Result, Results
-from kvbench.results.statistics import FEWEST, Difference, corrected
+from kvbench.results.statistics import FEWEST, Difference, corrected, estimate
 from kvbench.terminal.command import terminal_width
 
 AGAINST = "vs full (95% CI)"
@@ -30,11 +30,9 @@ def measure(row: Result) -> str:
     """The score, NLL or KL of a run with its 95% interval."""
     if row.value is None:
         return f"infinite: {row.kl_infinite:.0f} tokens" if row.kl_infinite else f"none: {row.n_failed} failed"
-    if row.measure == "KL":
-        return f"{row.value:.3g}" + ("" if row.ends is None else f" ({row.ends[0]:.2g}-{row.ends[1]:.2g})")
-    digits = 4 if row.reads else 3
-    ends = "" if row.ends is None else f" ({'-'.join(f'{end:.{digits - 1}f}' for end in row.ends)})"
-    return f"{row.value:.{digits}f}{ends}"
+    specs = (".3g", ".2g") if row.measure == "KL" else (".4f", ".3f") if row.reads else (".3f", ".2f")
+    low, high = row.ends or (None, None)
+    return estimate(row.value, low, high, *specs)
 
 
 def _against(row: Result, difference: Difference | None) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from kvbench.errors import UsageError, from_extra
+from kvbench.errors import UsageError, counted, from_extra
 from kvbench.results.columns import COLUMNS
 from kvbench.results.definition import folder_identity
 from kvbench.results.labels import compressed, flat, moments, names
@@ -169,7 +169,7 @@ class Watch:
         if result.run_id in self._open:
             run, _ = self._open.pop(result.run_id)
             run.table("examples", *example_table(result.samples))
-            failed = f"{result.n_failed} of {result.n} examples failed" if result.n_failed else None
+            failed = f"{result.n_failed} of {counted(result.n, 'example')} failed" if result.n_failed else None
             run.finish(known((column.name, column.value(result)) for column in COLUMNS), failed)
 
 

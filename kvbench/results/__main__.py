@@ -1,8 +1,6 @@
 """`kvbench results`: tables and checks of finished runs."""
 
-import sys
-
-from kvbench.terminal.command import Commands, program
+from kvbench.terminal.command import Commands, leave, program
 
 cli = Commands(
     "results",
@@ -19,4 +17,4 @@ cli = Commands(
 main = program(cli)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

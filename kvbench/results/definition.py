@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import yaml
 
-from kvbench.errors import UsageError, first_line
+from kvbench.errors import UsageError, counted, first_line
 from kvbench.results.files import (
     fits,
     held,
@@ -231,7 +231,7 @@ def examples(folder: Path) -> tuple[int, int]:
 def failed_examples(folder: Path) -> str | None:
     """The error message of a run with failed examples; None if all of its examples have scores."""
     n, failed = examples(folder)
-    return f"{failed} of {n} examples failed, see {folder}" if failed else None
+    return f"{failed} of {counted(n, 'example')} failed, see {folder}" if failed else None
 
 
 @lru_cache(maxsize=10_000)

@@ -138,6 +138,7 @@ def in_words(moment: str) -> str:
         "decoding": "prompt and answer evicted while decoding",
         "press": "decoded tokens evicted by the press",
         "threshold": "decoded tokens evicted below the threshold",
+        "share": "decoding returns to the budget's share of all tokens seen so far",
     }
     if at.startswith("m="):
         return f"evicted after every {at.removeprefix('m=')} scored tokens"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench import __version__
+from kvbench.errors import counted
 from kvbench.results.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -161,9 +162,9 @@ class Totals:
 
     def __str__(self) -> str:
         return (
-            f"{self.prefills} prefills in {self.prefill_seconds:.1f} s, shared by {self.rows} sequences; "
-            f"{self.steps} decoding steps in {self.decode_seconds:.1f} s: {self.rows_per_step:.1f} sequences a step, "
-            f"{self.tokens_per_second:.0f} tokens/s"
+            f"{counted(self.prefills, 'prefill')} in {self.prefill_seconds:.1f} s, shared by "
+            f"{counted(self.rows, 'sequence')}; {counted(self.steps, 'decoding step')} in {self.decode_seconds:.1f} s: "
+            f"{self.rows_per_step:.1f} sequences a step, {self.tokens_per_second:.0f} tokens/s"
         )
 
     def described(self) -> dict[str, Any]:

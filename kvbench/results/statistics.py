@@ -23,6 +23,22 @@ _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _BLOCK = 2_000_000  # numbers drawn at once: 16 MB, instead of 400 MB for 5,000 examples
 
 
+def estimate(value: float, low: float | None, high: float | None, spec: str = ".3f", ends: str = "") -> str:
+    """A number with its interval, in the notation of all tables, figures and pages: see `between`.
+
+    spec: format of the number; ends: of the ends, if another. Without ends, the number alone.
+    """
+    return f"{value:{spec}}" + ("" if low is None or high is None else f" ({between(low, high, ends or spec)})")
+
+
+def between(low: float, high: float, spec: str = ".3f") -> str:
+    """The ends of an interval: `0.38-0.96`; with signs for a difference (`+.2f`) or a negative end: `-0.62..+0.32`."""
+    if spec[:1] != "+" and low >= 0:
+        return f"{low:{spec}}-{high:{spec}}"
+    spec = f"+{spec.removeprefix('+')}"
+    return f"{low:{spec}}..{high:{spec}}"
+
+
 @dataclass(frozen=True)
 class Interval:
     """A two-sided 95% confidence interval of a mean score, and its method ("wilson" or "bootstrap")."""
@@ -56,7 +72,7 @@ class Difference:
 
     def text(self, digits: int = 3, ends: int = 3) -> str:
         """Mean, interval and, if it claims something, a star: `+0.100 (+0.050..+0.150)*`; otherwise a space."""
-        return f"{self.mean:+.{digits}f} ({self.low:+.{ends}f}..{self.high:+.{ends}f}){'*' if self.claims else ' '}"
+        return estimate(self.mean, self.low, self.high, f"+.{digits}f", f"+.{ends}f") + ("*" if self.claims else " ")
 
 
 def mean_interval(scores: Sequence[float], seed: int = 0) -> Interval:

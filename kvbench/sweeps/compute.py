@@ -11,18 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvbench.config.parts import build, refusing_in
+from kvbench.config.parts import build, converted, refusing_in
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.engine.run_writer import RunCallback
-from kvbench.errors import CHANGED, UsageError, one_line
+from kvbench.errors import CHANGED, UsageError, counted, one_line
 from kvbench.results.definition import Entry, RunState, examples, failed_examples, write_state
 from kvbench.results.files import RunBusyError, RunLostError
 from kvbench.results.loading import read_result
 from kvbench.results.result import Result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run, build_run
-from kvbench.run.run_config import typed
+from kvbench.run.run_config import RunConfig, typed
 from kvbench.terminal.command import write_message
 from kvbench.terminal.escapes import visible
 
@@ -237,7 +237,7 @@ def run_one(entry: Entry, folders: Sequence[Path]) -> float | None:
     """Compute one run, print its table and return its score. Raises the error that kept it from being complete."""
     (entry,), runs = plan([entry], folders)
     run = runs[entry.key]
-    if entry.config["dry_run"] is True:
+    if is_dry(entry):
         print_plan([entry], runs)
         return None
     tracker = make_watch(entry.config["logger"], None)
@@ -256,6 +256,11 @@ def run_one(entry: Entry, folders: Sequence[Path]) -> float | None:
     return result.value
 
 
+def is_dry(entry: Entry) -> bool:
+    """Whether only the plan is asked for: `dry_run=true`, and other words that OmegaConf reads so, such as `yes`."""
+    return converted(RunConfig, {"dry_run": entry.config["dry_run"]})["dry_run"] is True
+
+
 def print_plan(entries: Sequence[Entry], runs: Mapping[str, Run]) -> None:
     """Print how many prompts and tokens each run has, and the first prompt; nothing is computed."""
     shown, counts = "", []
@@ -266,19 +271,15 @@ def print_plan(entries: Sequence[Entry], runs: Mapping[str, Run]) -> None:
         prompts = made[entry.group, run.limit]
         counts.append(sum(len(prompt.ids) for prompt in prompts))
         shown = shown or str(run.checkpoint.tokenizer().decode(prompts[0].ids))
-        sys.stdout.write(f"{entry.run_id}: {_count(len(prompts), 'prompt')}, {_count(counts[-1], 'token')}\n")
+        sys.stdout.write(f"{entry.run_id}: {counted(len(prompts), 'prompt')}, {counted(counts[-1], 'token')}\n")
     shared = sum(len(prompt.ids) for prompts in made.values() for prompt in prompts)
     sys.stdout.write(
-        f"{_count(len(counts), 'run')}: {_count(sum(counts), 'prompt token')}, {shared} with shared prefills\n"
+        f"{counted(len(counts), 'run')}: {counted(sum(counts), 'prompt token')}, {shared} with shared prefills\n"
     )
     sys.stdout.write("the first prompt:\n" + visible(_both_ends(shown), "\n\t") + "\n")
 
 
-def _both_ends(text: str, most: int = 2000) -> str:
+def _both_ends(text: str, most: int = 600) -> str:
     """A long text without its middle: a question is at its end."""
     left_out = len(text) - most
     return text if left_out <= 0 else f"{text[: most // 2]}\n[{left_out:,} characters]\n{text[-most // 2 :]}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import ConfigError, UsageError, choice, from_extra, whole_number
+from kvbench.errors import ConfigError, UsageError, choice, counted, from_extra, whole_number
 from kvbench.results.definition import (
     SWEEP_FOLDER,
     Definition,
@@ -218,7 +218,7 @@ def print_statuses(found: Sequence[Status]) -> None:
             sys.stdout.write(f"{title}: {visible(str(one.error))}\n")
     counts = Counter(one.state for one in found)
     listed = ", ".join(f"{counts[s]} {s}" for s in (FINISHED, RUNNING, QUEUED, FAILED, LEFT) if counts[s])
-    sys.stdout.write(f"{len(found)} run{'s' * (len(found) != 1)}: {listed}\n")
+    sys.stdout.write(f"{counted(len(found), 'run')}: {listed}\n")
 
 
 # --- launching -------------------------------------------------------------------------------------------------------
@@ -230,13 +230,13 @@ def run_sweep(
     given: the configurations. folders: of the user's configurations.
     """
     from kvbench.run.run import out_folder
-    from kvbench.sweeps.compute import plan, print_plan
+    from kvbench.sweeps.compute import is_dry, plan, print_plan
 
     out = out_folder(_same("out", given))
     _same("logger", given)
     planned, runs = plan(given, folders, elsewhere=launcher.cluster == "slurm")
     entries = tuple({entry.key: entry for entry in planned}.values())
-    if any(entry.config["dry_run"] is True for entry in given):
+    if any(is_dry(entry) for entry in given):
         print_plan(entries, runs)
         found = [Status(entry, FINISHED) for entry in entries]
     else:
@@ -296,7 +296,7 @@ def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) 
         write_message("nothing to submit: all runs are complete, queued or running")
         return []
     ids = ", ".join(job.id for job in jobs)
-    sys.stdout.write(f"submitted {len(left)} runs in {len(jobs)} jobs: {ids}\n")
+    sys.stdout.write(f"submitted {counted(len(left), 'run')} in {counted(len(jobs), 'job')}: {ids}\n")
     if not launcher.wait:
         sys.stdout.write(f"kvbench sweep status {out}\nkvbench sweep wait {out}\n")
     return jobs

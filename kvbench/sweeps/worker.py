@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import from_extra
+from kvbench.errors import counted, from_extra
 from kvbench.results.definition import SWEEP_FOLDER, read_definition
 from kvbench.results.files import is_locked, read_json, write_json
 from kvbench.terminal.command import log_to_stderr, quiet, share_cores, sigterm_as_interrupt
@@ -162,7 +162,7 @@ class Submission:
         finally:
             tracker.close()
         if failed:
-            raise RuntimeError(f"{len(failed)} of {len(entries)} runs failed: {failed[0]}")
+            raise RuntimeError(f"{len(failed)} of {counted(len(entries), 'run')} failed: {failed[0]}")
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
         """What SLURM runs after a preemption or a time limit: the same job, which continues where it stopped."""

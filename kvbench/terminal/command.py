@@ -24,6 +24,7 @@ import click
 
 from kvbench import __version__
 from kvbench.errors import UsageError, one_line
+from kvbench.terminal import start
 from kvbench.terminal.escapes import visible
 
 
@@ -62,10 +63,14 @@ def log_to_stderr() -> None:
 
 
 def import_models() -> None:
-    """Import torch and transformers' models, which every run needs; none of their 100,000s of objects is garbage."""
+    """Import torch and transformers' models, which every run needs; none of their 100,000s of objects is garbage.
+
+    Ctrl-C ends the process meanwhile: an exception in a finalizer of theirs would be ignored.
+    """
     gc.disable()
     try:
-        import_module("transformers.modeling_utils")
+        with start.ending_at_interrupt():
+            import_module("transformers.modeling_utils")
     finally:
         gc.enable()
 
@@ -145,7 +150,7 @@ def _explained(error: BaseException) -> tuple[int, str]:
         return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT), "interrupted"
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else "kvbench"
-        return WRONG, f"{error.format_message().rstrip('.')} (see {path} --help)"
+        return WRONG, f"{' '.join(error.format_message().split()).rstrip('.')} (see {path} --help)"
     if isinstance(error, UsageError):
         return WRONG, str(error)
     hint = "" if os.environ.get(DEBUG) else f" ({DEBUG}=1 shows where)"
@@ -242,7 +247,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
         received.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
         raise received[-1]
 
-    default = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL)
+    default = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL, start.end)
     signals = [signal.SIGTERM, *[signal.SIGINT] * default]
     before = {number: signal.signal(number, interrupt) for number in signals}
     try:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvbench.config.completion import complete_overrides
 from kvbench.engine.generate import generate_tokens
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, counted
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import ExtraPasses, TextEncoder
@@ -164,7 +164,7 @@ def cli(name: str, fields: Sequence[str], output: Path, config_dir: Path | None)
     share_cores()
     quiet()
     count = calibrate(calibration, fields, output, config_dir)
-    sys.stdout.write(f"{count} texts -> {output}\n")
+    sys.stdout.write(f"{counted(count, 'text')} -> {output}\n")
 
 
 main = program(cli)

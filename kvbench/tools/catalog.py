@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,8 @@ def _policy(console: Console, name: str, folders: Sequence[Path]) -> None:
             _part(console, question, f"policy.{part}", config[part])
     if config.get("schedule") and selects(config):
         _part(console, "Schedule", "policy.schedule", config["schedule"], when(config).replace("`", ""))
+    if "press" in config and config["press"] is None:
+        _presses(console)
     needs, refuses = _trials(name, config, folders)
     for heading, rows in (("Needs", needs), ("Refuses", refuses)):
         if rows:
@@ -137,6 +141,16 @@ def _policy(console: Console, name: str, folders: Sequence[Path]) -> None:
         _heading(console, "Variants")
         files = {one: find("policy", one, folders) for one in variants}
         _print_rows(console, [(one, about(path)) for one, path in files.items() if path])
+
+
+def _presses(console: Console) -> None:
+    """The presses of the installed kvpress; nothing without one, which is then among the needs."""
+    from kvbench.policies.press import press_classes
+
+    with suppress(ValueError):
+        found = {name: inspect.getdoc(press) or "" for name, press in press_classes().items()}
+        _heading(console, "Presses (policy=kvpress/NAME)")
+        _print_rows(console, [(name, " ".join(text.partition("\n\n")[0].split())) for name, text in found.items()])
 
 
 def _trials(name: str, config: Config, folders: Sequence[Path]) -> tuple[list[Row], list[Row]]:

@@ -21,7 +21,7 @@ from kvbench.cache.budgets import Budgets
 from kvbench.cache.families import layout_of
 from kvbench.engine.answers import scored
 from kvbench.engine.prompts import blank, prompts_for
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, counted
 from kvbench.models.prompt import Prompt
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.policy import read_plan
@@ -68,7 +68,7 @@ def check(folder: Path, fields: Sequence[str]) -> int:
             known = isinstance(error, RefusedError | UsageError)
             write_message(f"{run.name}: {error if known else f'{type(error).__name__}: {error}'}")
             refused += 1
-    sys.stdout.write(f"{folder}: {len(folders) - refused} of {len(folders)} runs agree with their samples\n")
+    sys.stdout.write(f"{folder}: the samples agree in {len(folders) - refused} of {counted(len(folders), 'run')}\n")
     return FAILED if refused else 0
 
 

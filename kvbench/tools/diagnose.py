@@ -11,7 +11,7 @@ import yaml
 
 from kvbench.config.completion import complete_overrides
 from kvbench.config.folders import own_folders
-from kvbench.errors import UsageError, from_extra, refusing
+from kvbench.errors import UsageError, counted, from_extra, refusing
 from kvbench.terminal.command import PATH, Command, program, quiet, share_cores
 
 DIAGNOSTICS = {
@@ -112,7 +112,7 @@ def _write(name: str, module: Any, table: Any, run: Any) -> tuple[Path, Path]:  
     table.to_csv(csv, index=False)
     n = table["example"].nunique()
     budget = "" if run.budget is None else f", budget {run.budget}"
-    about = f"{run.checkpoint.spec.name}, {run.task.name}, {n} prompt{'s' * (n > 1)}{budget}"
+    about = f"{run.checkpoint.spec.name}, {run.task.name}, {counted(n, 'prompt')}{budget}"
     with house_style():
         figure = Figure(figsize=(8, 4.8), layout="constrained")
         module.draw(table, figure)

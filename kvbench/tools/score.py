@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from kvbench.errors import UsageError, instead
+from kvbench.errors import UsageError, counted, instead
 from kvbench.results.files import write_atomically
 from kvbench.tasks.predictions import Line
 from kvbench.tasks.scores import benchmark_module, benchmarks_with
@@ -76,7 +76,7 @@ def _command_of(name: str, benchmark: ModuleType) -> click.Command:
             check_output(output)
         count = score_file(predictions, output, partial(benchmark.score_predictions, **flags))
         if output is not None:
-            sys.stdout.write(f"{count} lines -> {output}\n")
+            sys.stdout.write(f"{counted(count, 'line')} -> {output}\n")
 
     written = "File to write (default: stdout)."
     params: list[click.Parameter] = [

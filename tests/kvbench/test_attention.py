@@ -144,6 +144,20 @@ def test_another_attention_cannot_read_the_cache() -> None:
         running(torch.tensor([prompt(5)]), past_key_values=held)
 
 
+@pytest.mark.parametrize("generates", [True, False])
+def test_a_cache_that_holds_a_text_says_so_to_the_next(generates: bool) -> None:
+    running, ids = model(), torch.tensor([prompt(40)])
+    held = KVCache(running.config, make_policy("snapkv", 36))
+    running.generate(ids, past_key_values=held, max_new_tokens=2)
+    again = {"max_new_tokens": 2} if generates else {"position_ids": torch.arange(40)[None]}
+    with pytest.raises(
+        ValueError, match=r"already holds 4\d tokens: make a new one, or call reset\(\), for another text"
+    ):
+        (running.generate if generates else running)(ids, past_key_values=held, **again)
+    held.reset()
+    running.generate(ids, past_key_values=held, max_new_tokens=2)
+
+
 KEPT, PROMPT = 36, 40
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": torch.ones(1, PROMPT)}, "attention_mask has 40 columns, but the cache has seen 40 tokens"),

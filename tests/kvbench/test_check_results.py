@@ -187,7 +187,7 @@ def test_honest_runs_agree_with_their_samples(honest: Path, capsys: pytest.Captu
     (folder / "metrics.json").write_text(json.dumps(another))
     assert main(["check", str(honest)]) == 0
     (folder / "metrics.json").write_text(json.dumps(written))
-    assert capsys.readouterr().out == f"{honest}: 8 of 8 runs agree with their samples\n"
+    assert capsys.readouterr().out == f"{honest}: the samples agree in 8 of 8 runs\n"
 
 
 @pytest.mark.parametrize("what", DOCTORED)

@@ -68,3 +68,17 @@ def test_options_fields_and_names_of_sub_commands_are_completed(
     monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
     assert main([]) == 0
     assert capsys.readouterr().out == f"plain,{found}\n"
+
+
+@pytest.mark.parametrize(("started", "code", "message"), [("kvbench", 130, "kvbench: interrupted\n"), ("mine", -2, "")])
+def test_an_interrupt_during_imports_is_one_line_and_other_programs_keep_theirs(
+    started: str, code: int, message: str
+) -> None:
+    program = (
+        "import os, signal, sys, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"sys.argv[0] = '/bin/{started}'\nimport kvbench\n"
+        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr == message or (not message and done.stderr.endswith("KeyboardInterrupt\n"))

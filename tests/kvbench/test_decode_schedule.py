@@ -8,6 +8,7 @@ import torch
 from kv_crafted import Crafted, drawn
 from kv_models import prompt, tiny
 from kv_runs import Run, assert_rows_alone, ended, kept_now, run_greedy
+from transformers import DynamicCache
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
@@ -131,3 +132,49 @@ def test_wrong_schedules_are_refused_in_a_sentence() -> None:
     full = torch.tensor([prompt(BUDGET)])
     with pytest.raises(ValueError, match="protect=prompt keeps all 40 tokens of the prompt and at least one generated"):
         generate_tokens(prepare(tiny()), full, policy("knorm", protect="prompt", every=1), max_new_tokens=2)
+
+
+def test_a_share_of_all_tokens_is_kept_while_decoding_as_by_kvpress() -> None:
+    """kvpress's ratio for decoding, applied after every token, removes half of all tokens seen so far."""
+    kvpress = pytest.importorskip("kvpress")
+    ids, new = torch.tensor([prompt(56)]), 23
+    model = prepare(tiny())
+    ours = make_policy("knorm", 0.5, decode="share", schedule="prompt")
+    got = generate_tokens(model, ids, ours, max_new_tokens=new)
+    assert got.cache.kept_tokens().unique().tolist() == [(56 + new - 1) // 2]
+    theirs, cache = tiny(), DynamicCache()
+    theirs.set_attn_implementation("sdpa")
+    decoder = kvpress.CompressionRatioDecodingPress(
+        kvpress.KnormPress(), target_compression_ratio=0.5, compression_interval=1, hidden_states_buffer_size=0
+    )
+    press, tokens = kvpress.PrefillDecodingPress(kvpress.KnormPress(0.5), decoder), [ids]
+    with torch.inference_mode(), press(theirs):
+        for place in range(55, 55 + new):
+            where = torch.arange(0 if len(tokens) == 1 else place, place + 1)
+            out = theirs(tokens[-1], past_key_values=cache, position_ids=where[None], cache_position=where)
+            tokens.append(out.logits[:, -1:].argmax(-1))
+    assert got.tokens[0] == torch.cat(tokens[1:], 1)[0].tolist()
+
+
+@pytest.mark.parametrize("slug", ["h2o", "snapkv", "ada_snapkv"])
+def test_the_budget_of_a_share_grows_with_the_answer(slug: str) -> None:
+    own = make_policy(slug, 0.5, decode="share", **({} if slug == "h2o" else {"window": 6}))
+    run = run_greedy(tiny(), [prompt(56)], own, NEW)
+    assert lengths(run) == [(56 + call) // 2 for call in range(NEW)]
+
+
+@pytest.mark.parametrize("slug", ["cake", "snapkv_fp8"])
+def test_the_budgets_of_layers_grow_in_proportion(slug: str) -> None:
+    """CAKE's layers have different budgets, each rounded down; a quantized store evicts its codes."""
+    model, ids = prepare(tiny()), torch.tensor([prompt(56)])
+    own = make_policy(slug, 0.5, decode="share", window=6)
+    before, after = (generate_tokens(model, ids, own, max_new_tokens=new).cache.kept_tokens() for new in (1, 23))
+    assert before.sum(0).unique().tolist() == [56]  # of two layers
+    assert torch.equal(after, before * 78 // 56)
+
+
+def test_a_share_needs_a_budget_that_is_one() -> None:
+    with pytest.raises(ValueError, match=r"decode=share needs a budget below 1, such as budget=0.5, got 64"):
+        make_policy("knorm", 64, decode="share")
+    with pytest.raises(ValueError, match="need decode=evict"):
+        make_policy("knorm", 0.5, decode="share", every=4)

@@ -122,7 +122,7 @@ def test_a_comparison_shows_interval_difference_and_size(tmp_path: Path) -> None
         "predicted": "260.0",
     }
     assert line(table, "TREC")["ours"] == HOLE
-    assert table.notes[0] == "1 of 501 numbers are measured, 500 need runs, 0 cannot be measured."
+    assert table.notes[0] == "1 of 501 numbers measured, 500 without runs, 0 that cannot be measured."
     assert "kvbench tables run caote/table2" in table.notes
 
 
@@ -182,7 +182,7 @@ def test_a_table_runs_on_another_model_and_is_compared_with_the_same_overrides(
     assert main(["run", *words]) == 0
     capsys.readouterr()
     assert main(["compare", *words, "--runs", "results/runs", "-o", "t.md"]) == 0
-    assert "54 of 54 numbers are measured" in (tmp_path / "t.md").read_text()
+    assert "54 of 54 numbers measured" in (tmp_path / "t.md").read_text()
     table = compare("caote/table2", load_results(tmp_path / "results/runs"), words[1:])
     for budget, published_average, held in (("2048", "39.60", "64.0"), ("4096", "45.18", "128.0")):
         found = line(table, "mean of 16", "SnapKV", budget)

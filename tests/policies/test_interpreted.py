@@ -46,6 +46,10 @@ def test_the_parts_of_a_prompt_are_scored_by_their_own_queries_beside_the_kernel
     same(interpret, "fair_snapkv", lengths=[24], budget=14, fields={"window": 6}, parts=(0, 10))
 
 
+def test_a_budget_that_is_a_share_of_all_tokens_is_kept_beside_the_kernels(interpret: Interpreter) -> None:
+    same(interpret, "tova", lengths=[24], budget=0.5, fields={"decode": "share"})
+
+
 @pytest.mark.slow("interprets kernels")
 def test_sequences_of_several_budgets_keep_the_same_tokens(interpret: Interpreter) -> None:
     """A prompt of 48 tokens, which one of the budgets exceeds; all sequences decode in one launch per layer."""

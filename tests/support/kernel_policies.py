@@ -20,7 +20,7 @@ def run(
     slug: str,
     family: str = "llama",
     lengths: Sequence[int] = (48,),
-    budget: int | None = 36,
+    budget: float | None = 36,
     fields: dict[str, Any] | None = None,
     stored: bool = False,
     parts: tuple[int, ...] = (),

@@ -37,7 +37,7 @@ def described(
     schedule = {"class": "Prompt", "decode": decode} | ({} if size is None else {"class": "Blocks", "size": size})
     part = {"class": f"kvbench.policies.scorers.{scorer.lower()}.{scorer}", **knobs} if scorer else None
     return {
-        "class": "Policy",
+        "class": "kvbench.policies.policy.Policy",
         "scorer": part,
         "value": {"class": value} if value else None,
         "store": {"class": "kvbench.policies.stores.dense.Dense"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from kvbench.errors import counted
 from kvbench.report.html.tables import RowGroup, budget_text
 from kvbench.results.result import Result
 from kvbench.results.session import machine
@@ -48,7 +49,12 @@ def caveats(rows: Sequence[Result], groups: Sequence[RowGroup]) -> list[Caveat]:
     all_kept = (called(row) for row in rows if row.evicts and row.evicted_share == 0)
     found: list[tuple[str, str, str, Where]] = [
         ("broken", "Failed examples", "A run with a failed example has no score.", _failed(rows)),
-        ("broken", "Unfinished runs", unfinished, (f"{called(r)}: {r.n} examples" for r in rows if not r.finished)),
+        (
+            "broken",
+            "Unfinished runs",
+            unfinished,
+            (f"{called(r)}: {counted(r.n, 'example')}" for r in rows if not r.finished),
+        ),
         (
             *("care", "Versions mixed within a run", "Such a run is a measurement of neither version."),
             (f"{called(row)}: {row.mixed}" for row in rows if row.mixed),
@@ -72,7 +78,7 @@ def _failed(rows: Sequence[Result]) -> Iterator[str]:
         if row.n_failed:
             failed = [sample for sample in row.samples if sample.error is not None]
             first = f"example {failed[0].index}: {failed[0].error}"
-            yield f"{called(row)}: {len(failed)} of {row.n} examples failed; {first}"
+            yield f"{called(row)}: {len(failed)} of {counted(row.n, 'example')} failed; {first}"
 
 
 def _examples(rows: Sequence[Result]) -> Iterator[str]:
@@ -98,4 +104,4 @@ def _several(rows: Sequence[Result], value: Callable[[Result], str]) -> Iterator
     """Each value with its number of runs; nothing if all runs have the same value."""
     values = [text for row in rows if (text := value(row))]
     for one in dict.fromkeys(values) if len({*values}) > 1 else ():
-        yield f"{one}: {values.count(one)} run{'s' * (values.count(one) > 1)}"
+        yield f"{one}: {counted(values.count(one), 'run')}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbench.errors import UsageError, from_extra
+from kvbench.errors import UsageError, counted, from_extra
 from kvbench.report.selection import selected, selection_options
 from kvbench.tasks.trust import trust_option
 from kvbench.terminal.command import PATH, Command, log_to_stderr, program
@@ -42,8 +42,7 @@ def cli(folder: Path, output: Path, **options: Any) -> None:  # noqa: ANN401 - o
     results = selected(load_results(folder), options)
     nbytes = write_report(results, folder, output)
     runs = sum(row.n_seeds or 1 for row in results)
-    count = "1 run" if runs == 1 else f"{runs} runs"
-    sys.stdout.write(f"report: {output} ({count}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
+    sys.stdout.write(f"report: {output} ({counted(runs, 'run')}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
 
 
 main = program(cli)
