@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.policies.allocators.allocator import JointAllocator
 from kvbench.policies.policy import read_plan
 from kvbench.policies.readers.reader import Reader
@@ -25,7 +25,7 @@ class ScoreError(FloatingPointError):
     """The rows of the batch in which this came about."""
 
 
-def check_call(sequence: Sequence) -> None:
+def check_call(sequence: CachedSequence) -> None:
     """BudgetError or ScoreError after a call of the model: the part of the audit that costs no look at the device."""
     if sequence.policy.evicts:
         held = torch.tensor([layer.count for layer in sequence.layers], dtype=torch.float)
@@ -33,7 +33,7 @@ def check_call(sequence: Sequence) -> None:
     check_scores([sequence])
 
 
-def check_scores(sequences: Iterable[Sequence]) -> None:
+def check_scores(sequences: Iterable[CachedSequence]) -> None:
     """ScoreError if a sequence had a NaN score."""
     for sequence in sequences:
         if sequence.nan_flags:
@@ -55,7 +55,7 @@ def check_scores(sequences: Iterable[Sequence]) -> None:
         raise error
 
 
-def audit(sequence: Sequence) -> None:
+def audit(sequence: CachedSequence) -> None:
     """BudgetError unless all due evictions were decided and layers hold at most what is promised, at valid positions.
 
     The promise: the layer's budget for every KV head, or for their mean where heads may get different shares; beside
@@ -75,7 +75,7 @@ def audit(sequence: Sequence) -> None:
     _check_positions(sequence, sequence.seen)
 
 
-def _check_reads(sequence: Sequence, reader: Reader) -> None:
+def _check_reads(sequence: CachedSequence, reader: Reader) -> None:
     """BudgetError where a decoded query read more tokens than the budget in a layer that does not read all."""
     for layer in sequence.layers:
         if layer.pages is None or layer.pages.most is None or reader.reads_all(layer.index):
@@ -88,7 +88,7 @@ def _check_reads(sequence: Sequence, reader: Reader) -> None:
             )
 
 
-def _check_evictions(sequence: Sequence) -> None:
+def _check_evictions(sequence: CachedSequence) -> None:
     """BudgetError if the schedule evicts after the newest token, and the policy did not decide about it.
 
     Where a budget is never exceeded, or none bounds a threshold, the tokens that are held cannot show it.
@@ -105,7 +105,7 @@ def _check_evictions(sequence: Sequence) -> None:
             )
 
 
-def _check_sums(sequence: Sequence, most: Tensor, promised: Tensor) -> None:
+def _check_sums(sequence: CachedSequence, most: Tensor, promised: Tensor) -> None:
     """Tokens per KV head [L] that are held, and those promised: all layers together, then each by itself."""
     name, row = sequence.policy.name, sequence.row
     if round(float(most.sum()), 6) > int(promised.sum()):
@@ -123,7 +123,7 @@ def _check_sums(sequence: Sequence, most: Tensor, promised: Tensor) -> None:
         )
 
 
-def _check_positions(sequence: Sequence, seen: int) -> None:
+def _check_positions(sequence: CachedSequence, seen: int) -> None:
     for layer in sequence.layers:
         positions = layer.positions.sort(-1).values
         twice = (positions[..., 1:] == positions[..., :-1]) & (positions[..., 1:] >= 0)

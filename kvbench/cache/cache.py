@@ -9,8 +9,7 @@ Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from collections.abc import Sequence as List
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from kvbench.cache.families import check_interface, layout_of
 from kvbench.cache.hook import LayerCall, check_attention
 from kvbench.cache.interface import check_policy, uncompiled
 from kvbench.cache.model_layer import model_layer
-from kvbench.cache.sequence import Sequence, spread
+from kvbench.cache.sequence import CachedSequence, spread
 from kvbench.cache.step import Step, append, no_attention
 from kvbench.cache.tables import Tables, leave_tables
 from kvbench.cache.views import KVLayer, stacked
@@ -69,8 +68,8 @@ class KVCache(Cache):
         self,
         config: PreTrainedConfig,
         policy: Policy,
-        prompt_length: int | List[int] | None = None,
-        question: int | List[int] | None = None,
+        prompt_length: int | Sequence[int] | None = None,
+        question: int | Sequence[int] | None = None,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise ConfigError("config", type(config), "a model's configuration, as in KVCache(model.config, policy)")
@@ -84,8 +83,8 @@ class KVCache(Cache):
         for extra in self.extras:
             extra.check(policy)
         check_layers(len(self._layout.attention), policy.store, policy.pre_pass)
-        self.sequences: list[Sequence] = []
-        named = [len(x) for x in (prompt_length, question) if isinstance(x, List)]
+        self.sequences: list[CachedSequence] = []
+        named = [len(x) for x in (prompt_length, question) if isinstance(x, Sequence)]
         self._add_sequences(named[0] if named else 1, policy)
         self.one_prompt = False  # all sequences process one and the same prompt
         self._evictions = Evictions(self.extras)
@@ -104,23 +103,23 @@ class KVCache(Cache):
         lengths = spread(self._prompt_length, count, "prompt_length")
         questions = spread(self._question, count, "question")
         each = enumerate(zip(lengths, questions, strict=True))
-        self.sequences[:] = [Sequence(self.config, policy, n, begin, row) for row, (n, begin) in each]
+        self.sequences[:] = [CachedSequence(self.config, policy, n, begin, row) for row, (n, begin) in each]
 
-    def join(self, sequences: Iterable[Sequence]) -> None:
+    def join(self, sequences: Iterable[CachedSequence]) -> None:
         """Add sequences of other caches of this model, which are not copied."""
         sequences = list(sequences)
         leave_tables(sequences)
         self.sequences += sequences
         self.extras[:] = extras_of(self._layout, [sequence.policy for sequence in self.sequences])
 
-    def begin_step(self, pads: bool) -> list[Sequence | None]:
+    def begin_step(self, pads: bool) -> list[CachedSequence | None]:
         """Before a call with one token of every sequence: the sequence of each row of the call; None: padding.
 
         pads: rows may be padding, so that the call may be recorded.
         """
         return self.tables.arrange(pads and not self._layout.states)
 
-    def release(self, sequences: Iterable[Sequence]) -> None:
+    def release(self, sequences: Iterable[CachedSequence]) -> None:
         """Remove sequences from the cache; each can be used by another cache then."""
         leaving = list(sequences)
         leave_tables(leaving)
@@ -219,7 +218,7 @@ class KVCache(Cache):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_row(
-        self, row: int, sequence: Sequence, count: int, index: int, queries: Tensor, keys: Tensor, values: Tensor,
+        self, row: int, sequence: CachedSequence, count: int, index: int, queries: Tensor, keys: Tensor, values: Tensor,
         params: AttentionParams,
     ) -> Tensor:  # fmt: skip
         """Attention [1,H_q,M,D] of the last `count` columns of a row."""
@@ -302,7 +301,7 @@ class KVCache(Cache):
         self._evictions.end_call()
         self._finish([sequence for sequence in self.sequences if not sequence.waits])
 
-    def _finish(self, sequences: List[Sequence]) -> None:
+    def _finish(self, sequences: Sequence[CachedSequence]) -> None:
         """The evictions of a call are done: show them, and check the budgets."""
         for sequence in sequences:
             sequence.show_evicted()
@@ -317,7 +316,7 @@ class KVCache(Cache):
         """Remove everything, as in a new cache."""
         self.__init__(self.config, self.policy, self._prompt_length, self._question)  # type: ignore[misc]
 
-    def next_prompt(self, length: int | List[int], question: int | List[int] | None = None) -> None:
+    def next_prompt(self, length: int | Sequence[int], question: int | Sequence[int] | None = None) -> None:
         """Begin another prompt of `length` tokens, one number or one per sequence (a turn of a conversation).
 
         `model.generate` feeds the tokens that the cache has not seen, including the last token of the last answer: with
@@ -330,7 +329,7 @@ class KVCache(Cache):
         leave_tables(self.sequences)
         if not any(sequence.started for sequence in self.sequences) and self._prompt_length is None:
             self._prompt_length, self._question = length, question  # of as many sequences as the first call brings
-            count = len(length) if isinstance(length, List) else len(self.sequences)
+            count = len(length) if isinstance(length, Sequence) else len(self.sequences)
             self._add_sequences(count, self.policy)
             return
         lengths = spread(length, len(self.sequences), "prompt_length")
@@ -340,7 +339,7 @@ class KVCache(Cache):
         for sequence, own, begin in zip(self.sequences, lengths, questions, strict=True):
             sequence.next_prompt(own, begin)
 
-    def resume(self, due: List[Step]) -> None:
+    def resume(self, due: Sequence[Step]) -> None:
         """Carry out evictions that an extra held back, and end the call of the sequences that wait."""
         waiting = [sequence for sequence in self.sequences if sequence.waits]
         for sequence in waiting:
@@ -360,7 +359,7 @@ class KVCache(Cache):
 
     # --- contents ----------------------------------------------------------------------------------------------------
     @property
-    def sequence(self) -> Sequence:
+    def sequence(self) -> CachedSequence:
         """The only sequence of a cache with one."""
         (sequence,) = self.sequences
         return sequence
@@ -413,7 +412,7 @@ class KVCache(Cache):
         return [layer.kept_tokens().cpu() for layer in self.attention_layers]
 
     def footprint(self, decode_steps: int) -> float:
-        """Entries held by the only sequence, summed over all fed tokens (`Sequence.footprint`)."""
+        """Entries held by the only sequence, summed over all fed tokens (`CachedSequence.footprint`)."""
         return self.sequence.footprint([layer[0].tolist() for layer in self.kept_by_layer()], decode_steps)
 
     def kept_tokens(self) -> Tensor:

@@ -7,8 +7,7 @@ tensor. Then every layer is put back in order of position.
 Shapes: B = 1 sequence, H_kv KV heads, T slots, n slots of a share.
 """
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as List
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from kvbench.cache.attend import backend_of
 from kvbench.cache.layer import Layer
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stores.slot_store import SlotStore
@@ -27,7 +26,7 @@ RANKED = "scores", "tie_break", "protected", "spared"
 """The tensors of a ranking, beside the positions of the store."""
 
 
-def can_cut(sequence: Sequence) -> bool:
+def can_cut(sequence: CachedSequence) -> bool:
     """Whether the layers of a sequence are cut together: they have plain slots, and evicted tokens are dropped."""
     policy = sequence.policy
     if policy.merger.merges or policy.schedule.rerotate or policy.allocator.per_head:
@@ -36,7 +35,7 @@ def can_cut(sequence: Sequence) -> bool:
     return all(isinstance(store, SlotStore) and store.starts is None for store in stores)
 
 
-def cut_to_shares(sequences: List[Sequence], measured: int) -> None:
+def cut_to_shares(sequences: Sequence[CachedSequence], measured: int) -> None:
     """Evict from the first `measured` layers of sequences of one prompt, which are ranked, down to their shares."""
     ranked = [(one, layer) for one in sequences for layer in one.layers[:measured]]
     shares = {layer: one.budgets.shares[layer.index] for one, layer in ranked}
@@ -53,7 +52,7 @@ def cut_to_shares(sequences: List[Sequence], measured: int) -> None:
             one.note_bytes(layer.index)
 
 
-def _alike(layers: List[Layer]) -> Iterable[list[Layer]]:
+def _alike(layers: Sequence[Layer]) -> Iterable[list[Layer]]:
     """Layers whose tensors can be concatenated along their slots, as many as fit the workspace of the backend."""
     alike: dict[object, list[list[Layer]]] = {}
     for layer in layers:
@@ -102,10 +101,10 @@ def _order(shares: Mapping[Layer, int]) -> None:
             layer.count, layer.compacted = share, True
 
 
-def _cut(layers: List[Layer], shares: List[int]) -> None:
+def _cut(layers: Sequence[Layer], shares: Sequence[int]) -> None:
     """Keep the first slots of ordered layers, with one launch for each of their tensors."""
     contents = [_contents(layer) for layer in layers]
-    parts: dict[str, List[Tensor]] = {}
+    parts: dict[str, Sequence[Tensor]] = {}
     for name in contents[0]:
         kept = [own[name].narrow(2, 0, share) for own, share in zip(contents, shares, strict=True)]
         parts[name] = torch.cat(kept, 2).split(list(shares), 2)
@@ -118,7 +117,7 @@ def _cut(layers: List[Layer], shares: List[int]) -> None:
         layer.ranking, layer.count = replace(ranking, **ranked, positions=store.positions), share
 
 
-def _by_position(layers: List[Layer], spare: int) -> None:
+def _by_position(layers: Sequence[Layer], spare: int) -> None:
     """Put the slots of alike layers in order of position, with `spare` empty slots behind them: one sort for all."""
     contents, wholes = [_store(layer).contents() for layer in layers], dict[str, Tensor]()
     for name, x in contents[0].items():

@@ -1,7 +1,7 @@
 """Several caches as one, and copies of a cache."""
 
 import copy
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.tables import leave_tables
@@ -22,7 +22,7 @@ def fork(cache: KVCache) -> KVCache:
     return copy.deepcopy(cache, {id(part): part for part in shared})
 
 
-def together(caches: List[KVCache], one_prompt: bool = False) -> KVCache:
+def together(caches: Sequence[KVCache], one_prompt: bool = False) -> KVCache:
     """One cache with the sequences of several, which it does not copy.
 
     one_prompt: all sequences process one and the same prompt, as one step that attends before it evicts.

@@ -6,8 +6,7 @@ codes. Between two steps, a layer codes what is due in place, and these numbers 
 Shapes: L layers, P rows of a step, H_q query heads, H KV heads, D head dim.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as List
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,12 +21,12 @@ STATE = CODED, *RING
 """What the device has about the row of a sequence with such layers, by name."""
 
 
-def rings_of(layers: List[Layer]) -> list[RingLayer]:
+def rings_of(layers: Sequence[Layer]) -> list[RingLayer]:
     """The stores of a sequence's layers, if they have rings."""
     return [layer.store for layer in layers if isinstance(layer.store, RingLayer)]
 
 
-def ring_state(layers: List[Layer]) -> dict[str, Tensor]:
+def ring_state(layers: Sequence[Layer]) -> dict[str, Tensor]:
     """`STATE` of a sequence, [L,...] by name, with as many places in each layer; nothing for other stores."""
     states = []
     for store in rings_of(layers):
@@ -42,14 +41,14 @@ def ring_state(layers: List[Layer]) -> dict[str, Tensor]:
     return found
 
 
-def bind(layers: List[Layer], state: Mapping[str, Tensor]) -> None:
+def bind(layers: Sequence[Layer], state: Mapping[str, Tensor]) -> None:
     """Give the layers of a sequence views of the rings of its row, [L,...] by name."""
     for index, store in enumerate(rings_of(layers) if CODED in state else ()):
         places = store.codec.most_exact
         store.exact = [state[name][index, None, :, :places] for name in RING[:2]]
 
 
-def unbind(layers: List[Layer]) -> None:
+def unbind(layers: Sequence[Layer]) -> None:
     """Give the layers of a sequence rings of their own."""
     for store in rings_of(layers):
         if store.levelled:

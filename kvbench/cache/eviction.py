@@ -10,8 +10,7 @@ Shapes: n layers that evict together, H_kv KV heads, T slots, D head dim.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from collections.abc import Sequence as List
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from kvbench.policies.stores.store import LayerStore
 class Evictions:
     """The evictions of a cache that wait, in the order in which they became due."""
 
-    def __init__(self, extras: List[Extra]) -> None:
+    def __init__(self, extras: Sequence[Extra]) -> None:
         self._extras = extras
         self._waiting: list[Step] = []  # until other layers can evict with them
         self._workspace: dict[tuple[int, int | None], int] = {}  # their bytes by layer and step; None: of one prompt
@@ -106,7 +105,7 @@ class Evictions:
             if step.sequence.error is None:
                 step.settle()
 
-    def resume(self, due: List[Step]) -> None:
+    def resume(self, due: Sequence[Step]) -> None:
         """Carry out evictions that an extra held back."""
         for step in due:
             if step.sequence.error is None:
@@ -150,7 +149,7 @@ def workspace(step: Step) -> int:
     return step.queries.nbytes + 2 * (held.keys.nbytes + held.values.nbytes) + attention
 
 
-def batches(steps: List[Step]) -> Iterable[list[Step]]:
+def batches(steps: Sequence[Step]) -> Iterable[list[Step]]:
     """Steps of one rule and of equal shapes, which evict as rows of one batch; those of one prompt by sequence."""
     alike: dict[object, list[Step]] = {}
     for step in steps:
@@ -165,7 +164,7 @@ def batches(steps: List[Step]) -> Iterable[list[Step]]:
     return alike.values()
 
 
-def joined(steps: List[Step], known: StepCache) -> Observation:
+def joined(steps: Sequence[Step], known: StepCache) -> Observation:
     """One observation of steps of equal shapes, whose sequences [n] are the steps; their windows become views of it.
 
     known: what was computed for another policy of the same prompt and layers.
@@ -226,7 +225,7 @@ class StepRows(Rows):
     known: what was computed for another policy of the same prompt and layers.
     """
 
-    def __init__(self, steps: List[Step], known: StepCache | None = None) -> None:
+    def __init__(self, steps: Sequence[Step], known: StepCache | None = None) -> None:
         first = steps[0]
         self._steps, self.policy, self._excess = steps, first.policy, excess_of(first)
         self.observation = first.observation if len(steps) == 1 else joined(steps, {} if known is None else known)
@@ -286,7 +285,7 @@ def excess_of(step: Step) -> int:
 
 
 def compact(
-    steps: List[Step],
+    steps: Sequence[Step],
     ranking: Ranking,
     target: int,
     excess: int,
@@ -335,7 +334,7 @@ def compact(
         layer.ranking = ranking.at(slots, held.positions, held.slots.packed)
 
 
-def _keep(steps: List[Step], slots: Tensor, seen: Observation | None, state: State | None) -> None:
+def _keep(steps: Sequence[Step], slots: Tensor, seen: Observation | None, state: State | None) -> None:
     """Keep the slots [n,H_kv,target] in order of position of plain stores, one for each step."""
     stores = [step.layer.store for step in steps if isinstance(step.layer.store, SlotStore)]
     spare = steps[0].spare

@@ -5,13 +5,13 @@ A cache calls the hooks of its extras (`kvbench.cache.extras`) and knows none of
 Shapes: B batch, H_kv KV heads, M new tokens of a call, D head dim.
 """
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from kvbench.cache.hook import LayerCall, LayerCaller
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import Step
 from kvbench.policies.policy import Policy
 
@@ -39,7 +39,7 @@ class Extra:
         """
         return None
 
-    def begin_call(self, sequences: List[Sequence], mask: Tensor | None) -> None:
+    def begin_call(self, sequences: Sequence[CachedSequence], mask: Tensor | None) -> None:
         """A call of the model begins; mask [B,M] bool: its real tokens, None if all are. ValueError if it cannot."""
 
     def begin_layer(self) -> None:

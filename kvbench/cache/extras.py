@@ -1,7 +1,6 @@
 """The extras of a cache, and its layers with the interface of transformers."""
 
-from collections.abc import Iterable
-from collections.abc import Sequence as List
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvbench.cache.extra import Extra
@@ -11,7 +10,7 @@ from kvbench.cache.latent import LatentLayers
 from kvbench.cache.measured import MEASURING, MeasuredBudgets
 from kvbench.cache.pre_passes import PrePasses
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, RecurrentLayers
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.shared import SharedReads
 from kvbench.cache.views import EmptyLayer, KVLayer
 from kvbench.policies.policy import Policy
@@ -35,12 +34,12 @@ def extras_of(layout: Layout, policies: Iterable[Policy]) -> list[Extra]:
     return found
 
 
-def layers_of(sequences: List[Sequence], layout: Layout) -> list[Any]:
+def layers_of(sequences: Sequence[CachedSequence], layout: Layout) -> list[Any]:
     """A cache's layers, by their index in the model."""
     return [_layer(sequences, index, layout) for index in range(layout.layers)]
 
 
-def _layer(sequences: List[Sequence], index: int, layout: Layout) -> KVLayer | RecurrentLayer | EmptyLayer:
+def _layer(sequences: Sequence[CachedSequence], index: int, layout: Layout) -> KVLayer | RecurrentLayer | EmptyLayer:
     place = layout.places.get(index)
     if index not in layout.states:
         return EmptyLayer() if place is None else KVLayer(sequences, place)

@@ -4,8 +4,7 @@ Shapes: L layers, P rows of a step, b of them in a group, k layers evicted at on
 heads, T slots of the longest segment, w queries of a window, D head dim.
 """
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as List
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from kvbench.cache.attend.backend import Backend, GroupSlots, Segments
 from kvbench.cache.memory import FlatMemory
 from kvbench.cache.rows import LazyObservation, Rows, evict
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import keeps_window
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import OneEviction
@@ -57,7 +56,7 @@ class Kind:
         return self.slots if self.policy.allocator.per_head else min(self.slots, self.budgets[layer] + 1)
 
 
-def kind_of(sequence: Sequence, slots: int) -> Kind:
+def kind_of(sequence: CachedSequence, slots: int) -> Kind:
     """The kind of a sequence whose decoding evicts."""
     policy = sequence.policy
     budgets = tuple(sequence.budgets.shares)
@@ -72,7 +71,7 @@ def kind_of(sequence: Sequence, slots: int) -> Kind:
     )
 
 
-def groups_of(kinds: List[Kind]) -> Iterator[slice]:
+def groups_of(kinds: Sequence[Kind]) -> Iterator[slice]:
     """The rows that evict together: of one rule, and at least half as long as the longest, to which they are padded.
 
     kinds: of the rows, sorted by rule and then by length, the longest first.
@@ -94,7 +93,7 @@ class Group:
 
     def __init__(
         self,
-        kinds: List[Kind],
+        kinds: Sequence[Kind],
         rows: slice,
         memory: FlatMemory,
         lengths: Mapping[str, Tensor],
@@ -112,7 +111,7 @@ class Group:
         return bool(self.rows.start <= row < self.rows.stop)
 
     def evict(
-        self, queries: Tensor, params: List[AttentionParams], backend: Backend, sequences: List[Sequence]
+        self, queries: Tensor, params: Sequence[AttentionParams], backend: Backend, sequences: Sequence[CachedSequence]
     ) -> None:
         """Evict in all layers. queries [L,b,H_q,1,D]: the newest; params: of the attention of each layer."""
         self.shared.clear()
@@ -124,7 +123,7 @@ class Group:
             which = _select(layers, queries.device)
             evict(GroupRows(self, layers, which, _joined(params, layers, len(self.kinds)), queries[which], backend))
 
-    def _planned(self, queries: Tensor, params: List[AttentionParams], workspace: int) -> Iterator[tuple[int, ...]]:
+    def _planned(self, queries: Tensor, params: Sequence[AttentionParams], workspace: int) -> Iterator[tuple[int, ...]]:
         """Layers with equal attention and similar lengths, as many at once as fit the workspace."""
         policy, rows, heads = self.policy, len(self.kinds), self.lengths["starts"].shape[2]
         equal: dict[object, list[int]] = {}
@@ -141,7 +140,7 @@ class Group:
                 yield found
                 rest = [index for index in rest if index not in found]
 
-    def longest(self, layers: List[int]) -> int:
+    def longest(self, layers: Sequence[int]) -> int:
         """Bound of the length of a segment in some layers."""
         return max(kind.longest(layer) for kind in self.kinds for layer in layers)
 
@@ -260,7 +259,7 @@ def numbers_of_a_slot(policy: Policy, query_heads: int, heads: int, dim: int) ->
     return numbers + (heads * dim if policy.value is not None or merges else 0)
 
 
-def _joined(params: List[AttentionParams], layers: tuple[int, ...], rows: int) -> AttentionParams:
+def _joined(params: Sequence[AttentionParams], layers: tuple[int, ...], rows: int) -> AttentionParams:
     """The parameters of the attention of some layers, for all of their rows."""
     how = params[layers[0]]
     if how.sinks is None:

@@ -4,7 +4,7 @@ from kvbench.cache import attend
 from kvbench.cache.budgets import ENDLESS
 from kvbench.cache.layer import Layer
 from kvbench.cache.memory import slot_store
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.ring_layout import RingLayer
 from kvbench.policies.stores.slot_store import SlotStore
@@ -27,7 +27,7 @@ def can_record(policy: Policy) -> bool:
     return not policy.decoding_evicts or (policy.store.exact and not (needs.model or needs.memory or needs.question))
 
 
-def can_join(sequence: Sequence) -> bool:
+def can_join(sequence: CachedSequence) -> bool:
     """Whether a table can take the next step of a sequence."""
     policy, evicting = sequence.policy, sequence.policy.decoding_evicts
     if sequence.error is not None or sequence.within_call or not sequence.decodes or not steps_alike(policy):
@@ -43,7 +43,7 @@ def can_join(sequence: Sequence) -> bool:
     return len(shapes) == 1 and None not in shapes
 
 
-def _shape(sequence: Sequence, layer: Layer) -> object:
+def _shape(sequence: CachedSequence, layer: Layer) -> object:
     """What the layers of a table have in common; None for a layer that cannot be in one."""
     store, policy = layer.store, sequence.policy
     if not isinstance(store, SlotStore) or store.step_format is None:
@@ -63,14 +63,14 @@ def _shape(sequence: Sequence, layer: Layer) -> object:
     return *store.step_format[1:], heads, store.first.device
 
 
-def format_of(sequence: Sequence) -> object:
+def format_of(sequence: CachedSequence) -> object:
     """The format of every layer; sequences of equal formats share a table."""
     stores = [layer.store for layer in sequence.layers]
     formats = [store.step_format for store in stores if isinstance(store, SlotStore)]
     return stores[0].positions.shape[1], *formats
 
 
-def slots_to_grow(sequence: Sequence, layer: Layer, used: int | None = None) -> int:
+def slots_to_grow(sequence: CachedSequence, layer: Layer, used: int | None = None) -> int:
     """Slots that a layer takes until each new token replaces an evicted one. used: slots in use, if not as stored."""
     if not sequence.policy.decoding_evicts:
         return ENDLESS

@@ -3,8 +3,7 @@
 Shapes: H_kv KV heads, T slots.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as List
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import TypeVar
@@ -79,7 +78,7 @@ class MeasuredBudgets(Extra):
                     _attempt([step], partial(_settle_all, step))
 
 
-def _attempt(steps: List[Step], call: Callable[[], Result]) -> Result | None:
+def _attempt(steps: Sequence[Step], call: Callable[[], Result]) -> Result | None:
     """The result of a call for some steps; None if one of their sequences has failed, or all fail by its error."""
     try:
         return None if any(step.sequence.error for step in steps) else call()

@@ -1,6 +1,6 @@
 """A sequence of a table: what the host knows about its segments between two updates."""
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbench.cache.budgets import ENDLESS
@@ -8,7 +8,7 @@ from kvbench.cache.group import Kind, kind_of
 from kvbench.cache.joining import slots_to_grow
 from kvbench.cache.layer import Layer
 from kvbench.cache.memory import slot_store
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.policies.stores.ring_layout import RingLayer
 
 
@@ -20,8 +20,8 @@ class Member:
     bound of the length of its segments. room: steps until a store needs more slots.
     """
 
-    sequence: Sequence
-    layers: List[Layer]
+    sequence: CachedSequence
+    layers: Sequence[Layer]
     used: list[int]
     kind: Kind
     longest: int
@@ -30,7 +30,7 @@ class Member:
     steps: int = 0
 
 
-def member_of(sequence: Sequence, layers: List[Layer]) -> Member:
+def member_of(sequence: CachedSequence, layers: Sequence[Layer]) -> Member:
     """A sequence as its stores are now."""
     room, longest = ENDLESS, 0
     for layer in layers:

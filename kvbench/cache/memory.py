@@ -7,7 +7,7 @@ one layer after another, so that only one layer exists twice at a time.
 Shapes: L layers, N slots of the largest layer, H KV heads, G' statistics of a slot, D head dim.
 """
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class FlatMemory:
         if self.weights is None:
             self.weights = torch.zeros(*self.positions.shape, heads, device=self.positions.device)
 
-    def hold(self, index: int, layers: List[Layer]) -> None:
+    def hold(self, index: int, layers: Sequence[Layer]) -> None:
         """Move the slots of sequences in one layer into its memory. Layers are held in order the first time."""
         held, new, first = self._held[index], dict[Layer, range](), slot_store(layers[0])
         if index == len(self.tensors):
@@ -137,7 +137,7 @@ class FlatMemory:
         layer.store = store.with_memory(memory, store.free)
 
 
-def _gap(taken: List[range], slots: int, begin: int) -> range:
+def _gap(taken: Sequence[range], slots: int, begin: int) -> range:
     """The first range of free slots, from slot `begin` on; it may exceed the memory."""
     for other in sorted(taken, key=lambda other: other.start):
         if begin + slots <= other.start:

@@ -1,11 +1,11 @@
 """Evictions that wait for the extra forward passes of their policies, which the engine runs after the prompt."""
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from kvbench.cache.extra import Extra, When
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import Step
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 
@@ -16,7 +16,7 @@ class PrePasses(Extra):
     def __init__(self) -> None:
         self._held: list[Step] = []
 
-    def begin_call(self, sequences: List[Sequence], mask: Tensor | None) -> None:
+    def begin_call(self, sequences: Sequence[CachedSequence], mask: Tensor | None) -> None:
         for sequence in sequences:
             if sequence.policy.pre_pass is not None and sequence.error is None and not sequence.waits:
                 try:
@@ -31,7 +31,7 @@ class PrePasses(Extra):
         self._held.append(step.without_queries())
         return "later"
 
-    def of(self, sequence: Sequence) -> list[Step]:
+    def of(self, sequence: CachedSequence) -> list[Step]:
         """The steps of a sequence that wait."""
         return [step for step in self._held if step.sequence is sequence]
 
@@ -43,7 +43,7 @@ class PrePasses(Extra):
         return due
 
 
-def _check(sequence: Sequence) -> None:
+def _check(sequence: CachedSequence) -> None:
     """ValueError without what a pre-pass gives: `model.generate` runs none."""
     if sequence.in_prompt:
         raise ValueError(
@@ -57,7 +57,7 @@ def _check(sequence: Sequence) -> None:
         )
 
 
-def rate(sequence: Sequence, logits: Tensor, tokens: Tensor) -> None:
+def rate(sequence: CachedSequence, logits: Tensor, tokens: Tensor) -> None:
     """Rate the tokens [1,n] of the next call with the logits [1,V] before them, if the policy rates tokens."""
     if isinstance(sequence.policy.pre_pass, TokenRating):
         sequence.given["ratings"] = sequence.policy.pre_pass.rate(logits[:, None], tokens)

@@ -6,8 +6,7 @@ then hold views of the result, because models may change a state in place.
 Shapes: B batch, D channels, M new tokens.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as List
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from kvbench.cache.extra import Extra
 from kvbench.cache.families import InterfaceError, Layout
 from kvbench.cache.interface import NoRollback
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.views import KVLayer
 
 
@@ -28,12 +27,12 @@ class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
     is_croppable = False
     record_past = False
 
-    def __init__(self, sequences: List[Sequence], index: int, layout: Layout) -> None:
+    def __init__(self, sequences: Sequence[CachedSequence], index: int, layout: Layout) -> None:
         self._sequences = sequences
         self._name = str(index)
         self._continues = layout.continues
         self.number_of_states = layout.states[index]
-        self._joined: dict[str, tuple[Tensor, List[Tensor]]] = {}  # states of all sequences, and their parts
+        self._joined: dict[str, tuple[Tensor, Sequence[Tensor]]] = {}  # states of all sequences, and their parts
 
     @property
     def conv_states(self) -> Mapping[int, Tensor | None]:  # type: ignore[override]
@@ -111,7 +110,7 @@ class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
 class RecurrentKVLayer(KVLayer, RecurrentLayer):
     """A layer with a recurrent state, and with keys and values. place: among the attention layers."""
 
-    def __init__(self, sequences: List[Sequence], place: int, index: int, layout: Layout) -> None:
+    def __init__(self, sequences: Sequence[CachedSequence], place: int, index: int, layout: Layout) -> None:
         KVLayer.__init__(self, sequences, place)
         RecurrentLayer.__init__(self, sequences, index, layout)
 
@@ -122,7 +121,7 @@ class RecurrentKVLayer(KVLayer, RecurrentLayer):
 class RecurrentLayers(Extra):
     """Refuses a later prompt of a batch that is padded, because padding would change the states."""
 
-    def begin_call(self, sequences: List[Sequence], mask: Tensor | None) -> None:
+    def begin_call(self, sequences: Sequence[CachedSequence], mask: Tensor | None) -> None:
         padded = [] if mask is None or mask.shape[1] == 1 else (~mask).any(-1).tolist()
         for row, (sequence, is_padded) in enumerate(zip(sequences, padded, strict=False)):
             if sequence.seen and is_padded:

@@ -3,8 +3,7 @@
 Shapes: H_q query heads, H_kv KV heads, m tokens of a step, D head dim.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as List
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from operator import gt
 from typing import Protocol
@@ -26,10 +25,10 @@ _RULES: dict[object, object] = {}
 class Holder(Protocol):
     """Holds the layers of sequences that decode together (`kvbench.cache.table`)."""
 
-    def update(self, sequence: "Sequence") -> None:
+    def update(self, sequence: "CachedSequence") -> None:
         """Bring the layers of a sequence up to date."""
 
-    def free(self, sequence: "Sequence") -> None:
+    def free(self, sequence: "CachedSequence") -> None:
         """Give a sequence its layers back, in memory of their own."""
 
     def free_all(self) -> None:
@@ -40,11 +39,11 @@ class Holder(Protocol):
         """Whether all sequences that leave together can keep the memory."""
 
     @property
-    def rows(self) -> "List[Sequence | None]":
+    def rows(self) -> "Sequence[CachedSequence | None]":
         """The sequences, and None for padding."""
 
 
-class Sequence:
+class CachedSequence:
     """One example under one policy.
 
     row: its number in a batch, for messages. names: the model's indices of the layers. seen: tokens seen. columns:
@@ -180,7 +179,7 @@ class Sequence:
             begin = question
         self.budgets.begin(self.seen, self.seen + length, self.seen + begin)
 
-    def take_layer(self, index: int, other: "Sequence") -> None:
+    def take_layer(self, index: int, other: "CachedSequence") -> None:
         """Take over a layer of another sequence of the same prompt, and evict nothing from it."""
         layer = self._layers[index] = other.layers[index]
         layer.policy, layer.count = self.policy, layer.positions.shape[-1]
@@ -305,7 +304,7 @@ class Sequence:
         self._total_bytes += change
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes + beside)
 
-    def footprint(self, kept: List[List[int]], decode_steps: int) -> float:
+    def footprint(self, kept: Sequence[Sequence[int]], decode_steps: int) -> float:
         """Entries held, summed over the fed tokens and those of pre-passes: mean over layers and KV heads.
 
         kept [L][H_kv]: tokens held at the end. The host counts the mean budget of a layer; where its heads hold another
@@ -330,9 +329,9 @@ def check_length(length: object) -> int:
     return length
 
 
-def spread(given: int | List[int] | None, sequences: int, name: str) -> list[int | None]:
+def spread(given: int | Sequence[int] | None, sequences: int, name: str) -> list[int | None]:
     """One number for each sequence, from one for all or a list. ValueError for a list of another length."""
-    numbers: List[int | None] = given if isinstance(given, List) else [given] * sequences
+    numbers: Sequence[int | None] = given if isinstance(given, Sequence) else [given] * sequences
     if len(numbers) != sequences:
         raise ValueError(f"{name} names {len(numbers)} sequences, the model was called with {sequences}")
     return list(numbers)

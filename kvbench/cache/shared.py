@@ -8,7 +8,7 @@ Shapes: B batch, H_q query heads, M new tokens of a call, n of them that a reade
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Self
@@ -20,7 +20,7 @@ from kvbench.cache.calls import Columns
 from kvbench.cache.extra import Caller, Extra, Passed, When
 from kvbench.cache.families import Layout
 from kvbench.cache.hook import LayerCall
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import Step
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
@@ -61,7 +61,7 @@ class SharedReads(Extra):
         call = SharedCall(cache, index, keys, values, self, place)
         return call, call
 
-    def begin_call(self, sequences: List[Sequence], mask: Tensor | None) -> None:
+    def begin_call(self, sequences: Sequence[CachedSequence], mask: Tensor | None) -> None:
         self._remaining = len(self._layout.owners)
         self._reads.clear()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.cache.footprint import fed
 from kvbench.cache.layer import Layer
 from kvbench.cache.reading import PageReads
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.policies.latents import LatentObservation
 from kvbench.policies.observation import (
     MOVED,
@@ -60,7 +60,7 @@ class Step:
     known: StepCache | None = None
     pages: PageReads | None = None
     policy: Policy = field(kw_only=True, repr=False)
-    sequence: Sequence = field(kw_only=True, repr=False)
+    sequence: CachedSequence = field(kw_only=True, repr=False)
     layer: Layer = field(kw_only=True, repr=False)
     _observation: Observation | None = field(default=None, repr=False)
     _attended: LayerStore | None = field(default=None, init=False, repr=False)
@@ -193,7 +193,7 @@ class Step:
 
 
 def append(
-    sequence: Sequence,
+    sequence: CachedSequence,
     index: int,
     span: Span,
     queries: Tensor,

@@ -3,7 +3,7 @@
 Each layer has one flat memory (`kvbench.cache.memory`). Every KV head of every sequence has a segment of it; the start,
 the number of slots in use and the next free slot of a segment are numbers of the table, on the device. So one layer of
 a step is an append and an attention for all sequences, of any policy, budget and length. After the last layer,
-sequences of one rule (`Sequence.rule`) evict together (`kvbench.cache.group`). A sequence below its budget grows to one
+sequences of one rule evict together (`kvbench.cache.group`). A sequence below its budget grows to one
 slot more than its budget; then every new token replaces an evicted one. The host only counts steps, so that a step can
 be recorded as a CUDA graph. How attention and evictions read the slots is up to a backend (`kvbench.cache.attend`).
 
@@ -18,8 +18,7 @@ Shapes: L layers, P rows of a step, b of them in a group, H_q query heads, H KV 
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from collections.abc import Sequence as List
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from kvbench.cache.joining import format_of, slots_to_grow
 from kvbench.cache.layer import Layer
 from kvbench.cache.member import Member, member_of
 from kvbench.cache.memory import PADDING, FlatMemory, slot_store
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.kernels.references import NewTokens
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.coding import Coding
@@ -67,7 +66,7 @@ class Table:
 
     def __init__(self, layers: int, pads: bool) -> None:
         self._layers, self._pads = layers, pads
-        self._members: dict[Sequence, Member] = {}
+        self._members: dict[CachedSequence, Member] = {}
         self._arrangements = 0
         self._clear()
 
@@ -90,7 +89,7 @@ class Table:
         return self._arrangements, self._longest, self._memory.version
 
     @property
-    def rows(self) -> list[Sequence | None]:
+    def rows(self) -> list[CachedSequence | None]:
         """The sequence of every row of a step; None for padding."""
         of_rows = {member.row: sequence for sequence, member in self._members.items()}
         return [of_rows.get(row) for row in range(len(self._kinds))]
@@ -101,9 +100,9 @@ class Table:
         return self.lengths["next"][0]
 
     # --- sequences come and go -------------------------------------------------------------------------------------
-    def admit(self, joining: List[Sequence]) -> None:
+    def admit(self, joining: Sequence[CachedSequence]) -> None:
         """Before every step: take over sequences of the table's format, and lengthen stores without free slots."""
-        states: dict[Sequence, State] = {}
+        states: dict[CachedSequence, State] = {}
         for member in self._members.values():
             if member.steps == member.room:
                 states |= self._lengthen(member)
@@ -126,7 +125,7 @@ class Table:
             self._arrange(states)
         self._longest = max([self._longest, *(member.longest for member in self._members.values())])
 
-    def free(self, sequence: Sequence, copies: bool = True) -> None:
+    def free(self, sequence: CachedSequence, copies: bool = True) -> None:
         """Return a sequence's layers, as they would be without the table; copies: in memory of their own."""
         with torch.inference_mode(self.positions.is_inference()):  # only in that mode, such tensors can be changed
             self._free(self._members[sequence], copies)
@@ -169,7 +168,7 @@ class Table:
             member.steps += steps
             member.sequence.tick(steps)
 
-    def _enter(self, sequences: List[Sequence]) -> dict[Sequence, State]:
+    def _enter(self, sequences: Sequence[CachedSequence]) -> dict[CachedSequence, State]:
         """Move the layers of sequences into the flat memory; returns the states of their rows."""
         for sequence in sequences:
             for layer in sequence.layers:
@@ -195,7 +194,7 @@ class Table:
                 self.backend.collect_weights(self._memory, layers[0].query_heads // state["starts"].shape[1])
         return states
 
-    def _lengthen(self, member: Member) -> dict[Sequence, State]:
+    def _lengthen(self, member: Member) -> dict[CachedSequence, State]:
         """Give a sequence more slots where it has none; returns its state if it needs a place of another kind."""
         sequence = member.sequence
         self.update(sequence)
@@ -232,7 +231,7 @@ class Table:
         copy_each(pairs)
         unbind(member.layers)
 
-    def update(self, sequence: Sequence) -> None:
+    def update(self, sequence: CachedSequence) -> None:
         """Bring the lengths that the host has of a sequence's layers up to date."""
         member = self._members[sequence]
         steps, member.steps = member.steps, 0
@@ -274,7 +273,7 @@ class Table:
                     note_codes(store, state, layer.index, self._memory.positions_of(layer))
                 member.sequence.note_bytes(layer.index)
 
-    def _new_state(self, sequence: Sequence, layers: List[Layer]) -> State:
+    def _new_state(self, sequence: CachedSequence, layers: Sequence[Layer]) -> State:
         """The state of a sequence whose slots are in the flat memory, from its layers."""
         state = dict(zip(LENGTHS, self._segments(sequence, layers), strict=False))
         state["nan"] = state["starts"].new_zeros(len(layers), dtype=torch.bool)
@@ -288,7 +287,7 @@ class Table:
             state |= {name: torch.cat([window[i] for window in windows]) for i, name in enumerate(WINDOW)}
         return state | {name: torch.cat([layer.memory[name] for layer in layers]) for name in layers[0].memory}
 
-    def _segments(self, sequence: Sequence, layers: List[Layer]) -> Iterator[Tensor]:
+    def _segments(self, sequence: CachedSequence, layers: Sequence[Layer]) -> Iterator[Tensor]:
         """Starts, slots in use, next free slot and limit of a sequence's segments, [L,H] each."""
         stores = [slot_store(layer) for layer in layers]
         if all(store.starts is None and store.free is None for store in stores):  # the host has all numbers
@@ -345,7 +344,7 @@ class Table:
             layer.recent.bind(*(state[name][layer.index, None] for name in WINDOW))
         layer.memory |= {name: state[name][layer.index, None] for name in layer.memory if name in state}
 
-    def _arrange(self, states: dict[Sequence, State]) -> None:
+    def _arrange(self, states: dict[CachedSequence, State]) -> None:
         """Give every kind its places, and every sequence one of them. states: of sequences without a place."""
         waiting: dict[Kind, list[Member]] = {}
         for member in self._members.values():
@@ -433,9 +432,9 @@ class Table:
                 for layer in member.layers:
                     member.sequence.on_change(layer.index)
 
-    def _stores(self) -> list[List[Layer]]:
+    def _stores(self) -> list[Sequence[Layer]]:
         """The layers of every row, for a backend that reads stores; none for padding."""
-        found: list[List[Layer]] = [()] * len(self._kinds)
+        found: list[Sequence[Layer]] = [()] * len(self._kinds)
         for member in self._members.values():
             found[member.row] = member.layers
         return found

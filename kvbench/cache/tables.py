@@ -3,14 +3,13 @@
 Shapes: R rows of a call, P rows of a table, H_q query heads, H_kv KV heads, D head dim.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence as List
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.joining import can_join
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.table import Table
 from kvbench.policies.observation import AttentionParams
 
@@ -21,12 +20,12 @@ class Tables:
     rows of the running step whose sequences are in no table.
     """
 
-    def __init__(self, sequences: list[Sequence], layers: int) -> None:
+    def __init__(self, sequences: list[CachedSequence], layers: int) -> None:
         self._sequences, self._layers = sequences, layers
         self._tables: list[Table] = []
         self._held: list[tuple[Table, slice | Tensor | None]] = []  # with their rows of the running step; None: all
-        self.rows: list[Sequence | None] = []
-        self.alone: list[tuple[int, Sequence]] = []
+        self.rows: list[CachedSequence | None] = []
+        self.alone: list[tuple[int, CachedSequence]] = []
 
     @property
     def running(self) -> bool:
@@ -70,7 +69,7 @@ class Tables:
             waiting = [one for one in waiting if one.table is None]
             self._tables.append(table)
 
-    def arrange(self, pads: bool) -> list[Sequence | None]:
+    def arrange(self, pads: bool) -> list[CachedSequence | None]:
         """Before a step: the sequence of each row, table by table; None: padding."""
         self.enter(pads)
         alone = [sequence for sequence in self._sequences if sequence.table is None]
@@ -80,7 +79,7 @@ class Tables:
 
     def begin(self, device: torch.device) -> None:
         """Begin a call: find the rows of each table, and those of sequences without one."""
-        order: List[Sequence | None] = self.rows or list(self._sequences)
+        order: Sequence[CachedSequence | None] = self.rows or list(self._sequences)
         row_of = {sequence: row for row, sequence in enumerate(order) if sequence is not None}
         first, self._held = 0, []
         for table in self._tables if any(one.table is not None for one in self._sequences) else ():
@@ -122,7 +121,7 @@ class Tables:
         self.rows, self._held = [], []
 
 
-def leave_tables(sequences: Iterable[Sequence]) -> None:
+def leave_tables(sequences: Iterable[CachedSequence]) -> None:
     """Give sequences that decode in tables their layers back."""
     leaving = [sequence for sequence in sequences if sequence.table is not None]
     for table in {id(one.table): one.table for one in leaving if one.table is not None}.values():

@@ -3,7 +3,7 @@
 Shapes: B batch, H_kv KV heads, C slots, D head dim.
 """
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,11 +11,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvbench.cache.interface import NoRollback
 from kvbench.cache.layer import Layer
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.policies.stores.slots import padded
 
 
-def stacked(kept: List[Tensor]) -> Tensor:
+def stacked(kept: Sequence[Tensor]) -> Tensor:
     """Tokens held by each layer, [B,H_kv] or [H_kv], as one tensor [L,...]. ValueError if layers differ in KV heads."""
     heads = [layer.shape[-1] for layer in kept]
     if len(set(heads)) > 1:
@@ -45,7 +45,7 @@ class KVLayer(NoRollback, CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, sequences: List[Sequence], index: int) -> None:
+    def __init__(self, sequences: Sequence[CachedSequence], index: int) -> None:
         self._sequences = sequences
         self._index = index
 
@@ -107,13 +107,13 @@ class KVLayer(NoRollback, CacheLayerMixin):
         return -1
 
 
-def tokens_read(sequence: Sequence) -> list[list[int]] | None:
+def tokens_read(sequence: CachedSequence) -> list[list[int]] | None:
     """Tokens that the newest query read, [L][H_kv]; None before the first decoded token."""
     reads = [layer.pages.read for layer in sequence.layers if layer.pages is not None]
     return [read[0].tolist() for read in reads if read is not None] or None
 
 
-def nbytes_read(sequence: Sequence) -> int | None:
+def nbytes_read(sequence: CachedSequence) -> int | None:
     """Bytes of their keys, values and positions, and of the data that selected them, in all layers; None as above."""
     total, position = 0, 4
     for layer in sequence.layers:

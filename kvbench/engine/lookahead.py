@@ -3,7 +3,7 @@
 Shapes: T prompt tokens, n generated tokens, H_q query heads, H_kv KV heads, D head dim.
 """
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from statistics import fmean
 
 import torch
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvbench.cache.footprint import fed
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import Step
 from kvbench.engine.logits import base_of, head_logits
 from kvbench.engine.pass_cache import PassCache
@@ -38,7 +38,10 @@ class _DraftCache(PassCache):
 
 
 def look_ahead(
-    model: PreTrainedModel, sequences: List[Sequence], waiting: List[List[Step]], output: BaseModelOutputWithPast
+    model: PreTrainedModel,
+    sequences: Sequence[CachedSequence],
+    waiting: Sequence[Sequence[Step]],
+    output: BaseModelOutputWithPast,
 ) -> None:
     """Run one lookahead for sequences of equal prompts, and add its queries to their observation windows.
 
@@ -90,7 +93,7 @@ def _among_themselves(step: Step, queries: Tensor, keys: Tensor, places: Tensor)
     return logits.masked_fill(~seen[:, :, None], -torch.inf).logsumexp(-1).flatten(1, 2)
 
 
-def _visible(sequence: Sequence, wanted: Lookahead, steps: List[Step]) -> dict[int, Tensor]:
+def _visible(sequence: CachedSequence, wanted: Lookahead, steps: Sequence[Step]) -> dict[int, Tensor]:
     """The positions [1,H_kv,T] of each layer's stored tokens, -1 for those that the generated tokens do not see."""
     stored = {layer.index: layer.store.positions for layer in sequence.layers}
     if wanted.drafter is None:

@@ -14,7 +14,7 @@ from kvbench.cache.attention import attend
 from kvbench.cache.cache import KVCache
 from kvbench.cache.calls import Columns
 from kvbench.cache.hook import LayerCall
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import Step
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams, State
@@ -30,12 +30,12 @@ class PassCache(KVCache):
     tokens of all calls so far, by layer.
     """
 
-    stored: Sequence
+    stored: CachedSequence
     span: Span
     own: dict[int, State]
 
     @classmethod
-    def over(cls, config: PreTrainedConfig, stored: Sequence) -> Self:
+    def over(cls, config: PreTrainedConfig, stored: CachedSequence) -> Self:
         """A cache over a stored sequence, with a copy of its recurrent states."""
         found = cls(config, Policy(name="full"))
         found.sequence.states = {name: state.clone() for name, state in stored.states.items()}

@@ -7,8 +7,7 @@ some (`Lookahead`).
 Shapes: B batch, T prompt tokens, H_q query heads, H_kv KV heads, n tokens of a pass, V vocabulary, D head dim.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as List
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import fmean
@@ -27,7 +26,7 @@ from kvbench.cache.hook import LayerCall
 from kvbench.cache.inputs import HiddenInputs, watch_inputs
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.pre_passes import PrePasses, rate
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import Step
 from kvbench.engine.logits import base_of, prompt_ratings
 from kvbench.engine.lookahead import look_ahead
@@ -125,7 +124,7 @@ def rate_next(cache: KVCache, logits: Tensor, tokens: Tensor) -> None:
         rate(sequence, logits[row : row + 1], tokens[row : row + 1])
 
 
-def _check_continues(model: PreTrainedModel, cache: KVCache, sequence: Sequence) -> None:
+def _check_continues(model: PreTrainedModel, cache: KVCache, sequence: CachedSequence) -> None:
     """Fail a sequence that needs several tokens in a later call, if the model resets its recurrent layers there."""
     wanted, continues = sequence.policy.pre_pass, layout_of(model.config).continues
     if (isinstance(wanted, ExtraPasses) or (wanted is not None and cache.seen)) and not continues:
@@ -142,9 +141,9 @@ def _keep_all_states(base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
     return args, kwargs | ({"logits_to_keep": 0} if "logits_to_keep" in kwargs else {})
 
 
-def _by_pre_pass(cache: KVCache) -> list[tuple[int, list[Sequence]]]:
+def _by_pre_pass(cache: KVCache) -> list[tuple[int, list[CachedSequence]]]:
     """Sequences with the same pre-pass over the same keys and values, whose results are equal; and their row."""
-    found: dict[object, tuple[int, list[Sequence]]] = {}
+    found: dict[object, tuple[int, list[CachedSequence]]] = {}
     for index, sequence in enumerate(cache.sequences):
         if sequence.policy.pre_pass is not None and sequence.error is None:
             row = 0 if cache.one_prompt else index
@@ -157,7 +156,7 @@ def _by_pre_pass(cache: KVCache) -> list[tuple[int, list[Sequence]]]:
 
 def _run(
     model: PreTrainedModel,
-    sequences: List[Sequence],
+    sequences: Sequence[CachedSequence],
     output: BaseModelOutputWithPast,
     ids: Tensor,
     encoder: TextEncoder | None,
@@ -176,7 +175,9 @@ def _run(
             _copy_statistics(first, sequence, wanted)
 
 
-def _passes(sequence: Sequence, wanted: ExtraPasses, prompt: list[int], encoder: TextEncoder | None) -> list[Pass]:
+def _passes(
+    sequence: CachedSequence, wanted: ExtraPasses, prompt: list[int], encoder: TextEncoder | None
+) -> list[Pass]:
     """The passes over a sequence's prompt, or over the blocks of it that were processed."""
     if not isinstance(wanted, BlockPasses):
         return wanted.passes(prompt, encoder or _NoEncoder(sequence.policy.name))
@@ -200,7 +201,7 @@ class _NoEncoder:
         raise self._error
 
 
-def _copy_statistics(first: Sequence, sequence: Sequence, wanted: ExtraPasses) -> None:
+def _copy_statistics(first: CachedSequence, sequence: CachedSequence, wanted: ExtraPasses) -> None:
     """Copy the results of the passes for one sequence to another with the same tokens."""
     sequence.passed, sequence.passes, sequence.passed_entries = first.passed, first.passes, first.passed_entries
     for target, source in zip(sequence.layers, first.layers, strict=True):
@@ -211,7 +212,7 @@ def _copy_statistics(first: Sequence, sequence: Sequence, wanted: ExtraPasses) -
 
 
 # --- extra passes ----------------------------------------------------------------------------------------------------
-def _run_pass(model: PreTrainedModel, sequence: Sequence, wanted: ExtraPasses, one: Pass) -> None:
+def _run_pass(model: PreTrainedModel, sequence: CachedSequence, wanted: ExtraPasses, one: Pass) -> None:
     """Run the tokens of a pass over a stored sequence, as if they followed it. The stored tokens do not change."""
     over = _ObservedPass.over(model.config, sequence)
     over.wanted, over.one, over.inputs = wanted, one, HiddenInputs()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.sequence import Sequence as CachedSequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.watcher import Watcher
 from kvbench.engine.logits import NOT_A_NUMBER
 from kvbench.engine.scores import Scores

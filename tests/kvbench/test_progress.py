@@ -10,7 +10,7 @@ from kv_models import tiny
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.policies.schedule import Blocks, Prompt, Schedule, Span
 
 
@@ -65,12 +65,12 @@ def test_steps_as_cut_by_hand(schedule: Schedule, calls: list[int], expected: li
     assert [(s.start, s.end, s.evicts) for s in steps_of(schedule, 7, calls)] == expected
 
 
-def sequence(block: int | None = None, length: int | None = None) -> Sequence:
+def sequence(block: int | None = None, length: int | None = None) -> CachedSequence:
     fields = {} if block is None else {"block": block}
-    return Sequence(tiny().config, make_policy("tova", 4, **fields), length)
+    return CachedSequence(tiny().config, make_policy("tova", 4, **fields), length)
 
 
-def spans(one: Sequence, *calls: int) -> list[Span]:
+def spans(one: CachedSequence, *calls: int) -> list[Span]:
     """The steps of calls of so many tokens."""
     found = []
     for count in calls:

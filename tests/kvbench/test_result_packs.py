@@ -53,7 +53,7 @@ CASES = [  # pack, table, task, policy, budget
     ("qwen25_coder_05b", "perplexity_stores", "perplexity", "snapkv", 512),
     ("qwen25_coder_05b", "gsm8k", "gsm8k", "tova", 128),
     ("qwen25_coder_05b", "key_bias", "niah", "turboquant_b3 (unbias_keys)", None),
-    ("qwen25_coder_05b", "key_bias_passages", "perplexity", "turboquant_b3 (unbias_keys)", None),
+    ("qwen25_coder_05b", "key_bias_passages", "perplexity", "int4 (unbias_keys)", None),
 ]
 DIVERGENCES = [  # pack, task, its texts
     ("smollm2", "ruler/niah_single_2", "essays"),

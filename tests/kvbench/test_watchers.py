@@ -16,7 +16,7 @@ import kvbench
 from kvbench import KVCache, make_policy
 from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request, script_of
 from kvbench.errors import ConfigError, UsageError
@@ -27,7 +27,7 @@ from kvbench.run.run_config import run_config
 LENGTH, NEW, BUDGET = 90, 9, 40
 
 
-def assert_complete(sequence: Sequence) -> None:
+def assert_complete(sequence: CachedSequence) -> None:
     """Every token is held or was evicted once, in every KV head."""
     gone = [line[1:] for line in ledger_of(sequence)]
     assert len({*gone}) == len(gone)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.watcher import Watcher
 
 
@@ -25,7 +25,7 @@ class Ledger(Watcher):
         return float(len(self.lines)) if self.lines else None
 
 
-def ledger_of(sequence: Sequence) -> list[tuple[int, int, int, int]]:
+def ledger_of(sequence: CachedSequence) -> list[tuple[int, int, int, int]]:
     (watcher,) = sequence.watchers
     assert isinstance(watcher, Ledger)
     return watcher.lines

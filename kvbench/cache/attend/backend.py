@@ -5,8 +5,7 @@ the longest row, D head dim.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from collections.abc import Sequence as List
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -107,7 +106,7 @@ class Backend(ABC):
 
     # --- a step of a table -------------------------------------------------------------------------------------------
     @abstractmethod
-    def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: List[List[Layer]]) -> None:
+    def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: Sequence[Sequence[Layer]]) -> None:
         """Begin a step whose new tokens have their slots. layers: of every row, none for padding."""
 
     @abstractmethod

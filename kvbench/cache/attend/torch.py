@@ -4,8 +4,7 @@ Shapes: L layers, P rows of a step, k layers and b rows of a group, n = k * b, H
 the longest row, D head dim.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as List
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class TorchBackend(Backend):
     evicts_codes = True
 
     def __init__(self) -> None:
-        self._layers: List[List[Layer]] = []  # of every row
+        self._layers: Sequence[Sequence[Layer]] = []  # of every row
         self._counts: list[list[list[int]]] = []  # [L][P][H]
         self._positions: list[int] = []  # of the next token of every row
         self._weights: dict[tuple[int, int], Tensor] = {}  # [1,H,G,1,T] by layer and row
@@ -45,7 +44,7 @@ class TorchBackend(Backend):
     ) -> Tensor:
         return attend_slots(queries, positions, held, params, fresh, in_order)
 
-    def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: List[List[Layer]]) -> None:
+    def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: Sequence[Sequence[Layer]]) -> None:
         self._layers, self._weights = layers, {}
         self._counts, self._positions = lengths["counts"].tolist(), lengths["next"].flatten().tolist()
         for row, own in enumerate(layers):
@@ -136,7 +135,7 @@ def attend_slots(
 class _Viewed(GroupSlots):
     """Slots that are views of the stores; shorter ones are padded with empty slots."""
 
-    def __init__(self, stores: List[SlotStore], statistics: tuple[str, ...], weights: List[Tensor]) -> None:
+    def __init__(self, stores: Sequence[SlotStore], statistics: tuple[str, ...], weights: Sequence[Tensor]) -> None:
         self._stores = stores
         self.positions = padded([store.positions for store in stores], -1)
         states = [store.state for store in stores]

@@ -4,8 +4,7 @@ Shapes: L layers, P rows of a step, k layers and b rows of a group, n = k * b, H
 the longest row, D head dim.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as List
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -67,7 +66,7 @@ class TritonBackend(Backend):
         out, log_sum_exp, _ = prompt_attention(*call, in_order)
         return out, log_sum_exp
 
-    def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: List[List[Layer]]) -> None:
+    def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: Sequence[Sequence[Layer]]) -> None:
         """Nothing to do: kernels read starts and counts on the device."""
 
     def attend(

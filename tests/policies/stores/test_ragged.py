@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kv_models import tiny
 
 from kvbench.cache.attention import attend
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import Step
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
@@ -30,7 +30,7 @@ def test_one_query_over_segments_equals_masked_dense_attention(
     group: int, heads: int, batch: int, softcap: float | None, window: int | None, sunk: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    sequence = Sequence(tiny().config, Policy())
+    sequence = CachedSequence(tiny().config, Policy())
     tokens, dim = 20, 8
     keys, values = torch.randn(batch, heads, tokens, dim), torch.randn(batch, heads, tokens, dim + 2)
     positions = torch.arange(tokens).expand(batch, -1)
