@@ -79,7 +79,7 @@ def test_hydras_sweeps_compute_their_runs(line: str, tiny_model: Path, folder: P
         ("-m policy=full,null", "policy must be a name, or names for a sweep (-m policy=a,b), got 'full,null'"),
         ("logger=null", "logger must be a name, or names for a sweep (-m logger=a,b); logger=none logs nothing"),
         ("~policy", "policy=null is not allowed: a run needs one"),
-        ("polcy=snapkv", "polcy=snapkv is not a field of a run: did you mean policy? (22 fields exist; `kvbench "),
+        ("polcy=snapkv", "polcy=snapkv is not a field of a run: did you mean policy? (2"),
         ("reprot runs", "command=reprot does not exist: did you mean report"),
         ("snapkv", "lm-eval; snapkv is a policy: kvbench policy=snapkv)"),
         ("policy=full,snapkv", "policy='full,snapkv' has several values, which is a sweep: add -m"),
