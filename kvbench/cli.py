@@ -217,6 +217,8 @@ def _check_launcher(words: Sequence[str]) -> None:
 
 def _refuse_several(words: Sequence[str]) -> None:
     """Refuse several values of a field in a single run: Hydra would also name lists, which no run has here."""
+    if any(word.startswith(("experiment=", "+experiment=", "--config-n", "-cn")) for word in words):
+        return  # the file may be a sweep
     for word in words:
         if "=" in word and word[:1] not in ("-", "~"):
             with suppress(OverrideParseException):  # Hydra says what is wrong

@@ -330,3 +330,10 @@ def test_a_yaml_with_defaults_and_interpolations_means_the_same_in_python(
     assert build({**shown, "kernel": 5}) == scorer  # --cfg prints the interpolation
     (tmp_path / "policy" / "snapkv.yaml").write_text("defaults: [h2o]")  # your file comes before ours
     assert make_policy("snapkv", 64, config_dir=tmp_path).scorer == make_policy("h2o", 64).scorer
+
+
+def test_values_on_the_command_line_select_among_those_of_a_sweeping_experiment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["experiment=demo", "policy=full,nothing", f"out={tmp_path}"]) != 0
+    assert "several values" not in capsys.readouterr().err
