@@ -174,7 +174,7 @@ def test_the_budgets_of_layers_grow_in_proportion(slug: str) -> None:
 
 
 def test_a_share_needs_a_budget_that_is_one() -> None:
-    with pytest.raises(ValueError, match=r"decode=share needs a budget below 1, such as budget=0.5, got 64"):
+    with pytest.raises(ValueError, match=r"decode=share needs a share as budget, such as budget=0.5, got budget=64"):
         make_policy("knorm", 64, decode="share")
     with pytest.raises(ValueError, match="need decode=evict"):
         make_policy("knorm", 0.5, decode="share", every=4)
