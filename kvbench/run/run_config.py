@@ -103,7 +103,7 @@ class RunConfig:
     out: str | int = "results/runs"
     device: str = "auto"
     dtype: str | None = "auto"
-    watch: Sequence[Tree] = ()
+    watch: Sequence[Tree] = field(default_factory=list)
     dry_run: bool = False
     allow_version_mismatch: bool = False
     generation: GenerationFields = GenerationFields()

@@ -179,7 +179,7 @@ def test_schedules_of_a_policy_without_eviction_are_one_run(policy: str, tmp_pat
     assert not [key for key in changed_fields(run) if key.startswith("policy.")]
     evicting = (small_cell(tmp_path, tiny_model, "h2o", 40, *more).run_id for more in ([], ["every=4"]))
     assert len(set(evicting)) == 2
-    with pytest.raises(ValueError, match="decode must be evict, grow or threshold, got 'never'"):
+    with pytest.raises(ValueError, match="decode must be evict, grow, threshold or share, got 'never'"):
         small_cell(tmp_path, tiny_model, policy, 40, "decode=never")
 
 

@@ -297,9 +297,10 @@ def test_the_arenas_are_hardly_larger_than_their_sequences_and_freed_with_the_la
 
 
 DECODING: dict[str, dict[str, Any]] = {
-    "evict": {"scorer": "h2o", "decode": "evict"},
-    "grow": {"scorer": "h2o", "decode": "grow"},
-    "threshold": {"scorer": "threshold_random", "decode": "threshold"},
+    "evict": {"scorer": "h2o", "decode": "evict", "budget": 40},
+    "grow": {"scorer": "h2o", "decode": "grow", "budget": 40},
+    "threshold": {"scorer": "threshold_random", "decode": "threshold", "tau": 0.5, "window": 8},
+    "share": {"scorer": "h2o", "decode": "share", "budget": 0.4},
 }
 
 
@@ -313,7 +314,7 @@ def test_both_backends_keep_the_same_tokens_however_decoding_evicts(name: str) -
     """A threshold evicts while decoding too: with tau = 0.5, random scores keep about half of the tokens."""
     how = dict(DECODING[name])
     slug = how.pop("scorer")
-    policy = make_policy(slug, **how, **({"tau": 0.5, "window": 8} if name == "threshold" else {"budget": 40}))
+    policy = make_policy(slug, **how)
     found = decoded(model_of(), [policy])
     with patch(BACKEND, lambda like: TorchBackend()):
         assert found == decoded(model_of(), [policy])
