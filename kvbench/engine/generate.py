@@ -45,6 +45,9 @@ class HeldCache(Protocol):
     def kept_by_layer(self) -> list[Tensor]:
         """[B,H_kv] tokens held by each attention layer, on the CPU."""
 
+    def kept_tokens(self) -> Tensor:
+        """[L,B,H_kv] tokens held. ValueError if layers differ in their number of KV heads."""
+
     def footprint(self, decode_steps: int) -> float:
         """Entries held by its only sequence, summed over all fed tokens (`kvbench.cache.footprint`)."""
 
