@@ -5,13 +5,19 @@ from transformers import PreTrainedConfig
 
 from kvbench.cache.families import layout_of, name_of
 from kvbench.cache.joining import can_record
+from kvbench.models.devices import records_steps
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 
 
+def records(policy: Policy, device: torch.device) -> bool:
+    """Whether decoding steps of this policy on this device can be recorded."""
+    return records_steps(device) and can_record(policy)
+
+
 def check_graph(policy: Policy, device: torch.device) -> None:
     """Raise ValueError unless decoding steps of this policy on this device can be recorded."""
-    if device.type != "cuda":
+    if not records_steps(device):
         raise ValueError(f"engine.cuda_graph=true needs a CUDA device, got device={device.type}")
     if not can_record(policy):
         raise ValueError(
