@@ -125,6 +125,11 @@ class Table:
             self._arrange(states)
         self._longest = max([self._longest, *(member.longest for member in self._members.values())])
 
+    def evicts_next(self, sequence: CachedSequence) -> bool:
+        """Whether a sequence evicts several tokens at once after its next token, which it does outside of the table."""
+        member = self._members[sequence]
+        return member.steps >= member.due
+
     def free(self, sequence: CachedSequence, copies: bool = True) -> None:
         """Return a sequence's layers, as they would be without the table; copies: in memory of their own."""
         with torch.inference_mode(self.positions.is_inference()):  # only in that mode, such tensors can be changed
@@ -207,7 +212,7 @@ class Table:
         new = self._new_state(sequence, member.layers)
         self.lengths["starts"][:, member.row] = new["starts"]
         now = member_of(sequence, member.layers)
-        member.longest, member.room, member.used = now.longest, now.room, now.used
+        member.longest, member.room, member.due, member.used = now.longest, now.room, now.due, now.used
         if now.kind == member.kind:
             return {}
         state = {name: x.clone() for name, x in self._state(member.row)}
@@ -235,10 +240,9 @@ class Table:
         """Bring the lengths that the host has of a sequence's layers up to date."""
         member = self._members[sequence]
         steps, member.steps = member.steps, 0
-        member.room -= steps
-        evicts = any(group.has(member.row) for group in self._groups)
+        member.room, member.due = member.room - steps, member.due - steps
         for layer in member.layers if steps else ():
-            if evicts:
+            if sequence.policy.decoding_evicts:
                 layer.decided = sequence.seen
             store, grow = slot_store(layer), slots_to_grow(sequence, layer, member.used[layer.index])
             taken = min(steps, grow)

@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvbench.cache.families import layout_of, name_of
-from kvbench.cache.joining import can_record
+from kvbench.cache.joining import SELDOM, can_record
 from kvbench.models.devices import records_steps
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
@@ -23,7 +23,7 @@ def check_graph(policy: Policy, device: torch.device) -> None:
         raise ValueError(
             "engine.cuda_graph=true needs keys and values per KV head, exact or in codes that kernels read, and steps "
             f"that attend, then evict one token; {policy.name} does not support it: use engine.cuda_graph=false"
-            f"{' or every=1' if policy.schedule.every > 1 else ''}"
+            f"{f', every=1 or at least {SELDOM}' if 1 < policy.schedule.every < SELDOM else ''}"
         )
 
 
