@@ -98,6 +98,7 @@ def stored(folder: Path) -> list[Stored]:
     ]
 
 
+@pytest.mark.slow("runs W&B's own process and draws its figures")
 def test_a_sweep_is_one_offline_run_for_each_run_and_one_with_the_table(tmp_path: Path, tiny_model: Path) -> None:
     out = tmp_path / "mine"
     asked = [("streamingllm", 40), ("streamingllm", 80), ("full", 40)]

@@ -97,7 +97,7 @@ def assert_sound(policy: Policy, length: int, kv_heads: int = KV_HEADS) -> None:
             each = BUDGET
 
 
-@pytest.mark.parametrize("slug", [*evicting(), *COMPOSED])
+@pytest.mark.parametrize("slug", few_fast([*evicting(), *COMPOSED], EVERY_KIND, EVERY_PRESET))
 def test_the_budget_holds_and_bytes_are_counted_after_every_call(built: Callable[..., Policy], slug: str) -> None:
     assert_sound(built(slug), LENGTH)
 
