@@ -101,6 +101,20 @@ def test_one_launch_equals_decoding_group_by_group(slugs: Sequence[str], family:
     assert max(equal_one_by_one(model_of(family), some)) > 0.3
 
 
+@pytest.mark.parametrize("slugs", [("h2o", "tova", "rkv", "snapkv"), ("sirllm", "knorm", "roco", "caote_tova")])
+def test_sequences_that_evict_several_tokens_at_once_leave_the_table_only_for_that(
+    slugs: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbench.cache.joining.SELDOM", 5)
+    windows = {slug: {"window": 6} if slug in ("rkv", "snapkv") else {} for slug in slugs}
+    some = [
+        make_policy(slug, 40, decode="evict", every=every, **windows[slug]) for slug in slugs for every in (1, 5, 6)
+    ]
+    shares = equal_one_by_one(model_of(), some)
+    assert max(shares) == 1
+    assert any(0 < share < 1 for share in shares), "those that evict in this step are outside"
+
+
 GROUPS: dict[str, dict[str, Any]] = {
     "kivi": {"group": 8, "residual": 16},
     "kivi, 4 bits": {"group": 4, "residual": 8, "bits": 4},
