@@ -50,10 +50,11 @@ def _as_if_alone() -> Iterator[None]:
     yield
     sys.path[:] = folders  # without folders of modules of the user
     for log, level in levels.items():
-        log.setLevel(level)
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
+        if log.level != level:  # setting it asks every logger
+            log.setLevel(level)
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture

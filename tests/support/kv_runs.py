@@ -40,7 +40,7 @@ def kept_now(cache: KVCache) -> list[Kept]:
     layers = [layer.positions for layer in cache.attention_layers]
     rows = range(layers[0].shape[0])
     return [
-        [[tuple(sorted(int(p) for p in head if p >= 0)) for head in positions[row]] for positions in layers]
+        [[tuple(sorted(p for p in head if p >= 0)) for head in positions[row].tolist()] for positions in layers]
         for row in rows
     ]
 
