@@ -195,7 +195,7 @@ def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
     assert (row.tokens, row.decode_steps) == (alone.tokens[0], alone.decode_steps), name
     assert kept_now(row.cache) == kept_now(alone.cache), name
     for mine, its in zip(row.cache.attention_layers, alone.cache.attention_layers, strict=True):
-        torch.testing.assert_close(by_position(mine), by_position(its), rtol=1e-8, atol=1e-8, msg=f"{name}: contents")
+        torch.testing.assert_close(by_position(mine), by_position(its), atol=1e-4, rtol=1e-4, msg=f"{name}: contents")
     for size in ("seen", "nbytes", "peak_nbytes", "spare_nbytes"):
         assert getattr(row.cache, size) == getattr(alone.cache, size), f"{name}: {size}"
     mine, its = row.cache.sequence, alone.cache.sequence
