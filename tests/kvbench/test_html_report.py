@@ -216,6 +216,7 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
+@pytest.mark.slow("opens a browser")
 def test_in_a_browser_groups_stand_together_all_columns_fit_and_nothing_is_loaded(browser: Any, folder: Path) -> None:
     write_report(load_results(folder), folder, folder.parent / "report.html")
     view = browser.new_page(viewport={"width": 1400, "height": 900})

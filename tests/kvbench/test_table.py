@@ -136,7 +136,14 @@ CODES: dict[str, list[Policy]] = {
 }
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize(
+    "name",
+    few_fast(
+        CODES,
+        ("kcvc", "ott", "turboquant", "nvfp4", "snapkv_fp8", "cake_kivi", "several formats"),
+        pytest.mark.slow("decodes in every format"),
+    ),
+)
 def test_sequences_in_codes_decode_on_the_device_as_they_do_one_by_one(name: str) -> None:
     assert min(equal_one_by_one(model_of(), CODES[name])) == 1, "every sequence is on the device in every step"
 
