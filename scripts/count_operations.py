@@ -25,6 +25,7 @@ from kvbench.cache.attend import TorchBackend, TritonBackend
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request, script_of
 from kvbench.kernels import references
+from kvbench.policies.mergers import d2o
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores import slots
 from kvbench.results.session import git_revision
@@ -40,6 +41,7 @@ ON_A_GPU = (  # what this device does otherwise
     (references, "LOGITS_AT_ONCE", references.LOGITS_AT_ONCE_GPU),
     (references, "QUERIES_AT_ONCE", references.LOGITS_AT_ONCE_GPU),
     (slots, "MANY", 2**62),
+    (d2o, "SIMILARITIES_AT_ONCE", references.LOGITS_AT_ONCE_GPU),
 )
 
 
