@@ -145,7 +145,7 @@ def _share(measured: Measured) -> bool:
     assert measured.statistics is not None
     if sequence.budgets.leaves_whole:
         return False
-    sequence.budgets.measured(measured.statistics()[measured.row].tolist())
+    sequence.budgets.measured(step.layer.index, measured.statistics()[measured.row].tolist())
     if not allocator.cascades and not last:
         return False
     sequence.budgets.share()
