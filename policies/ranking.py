@@ -180,6 +180,8 @@ class Ranking:
     def rows(self) -> "list[Ranking]":
         """The rankings of single sequences, as views."""
         count, tensors = len(self.scores), self._tensors()
+        if count == 1:
+            return [self]  # its tensors may be those of other policies
         return [replace(self, **{name: x[row : row + 1] for name, x in tensors.items()}) for row in range(count)]
 
     @staticmethod
