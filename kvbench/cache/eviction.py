@@ -34,8 +34,8 @@ from kvbench.policies.stores.slot_store import SlotStore, keep_together
 from kvbench.policies.stores.slots import copy_each, rows_of, slots_in_order, spread_index
 from kvbench.policies.stores.store import LayerStore
 
-STATISTICS = 8
-"""Tensors of the size of the statistics that an allocator makes while it measures layers."""
+SUCH = 8
+"""Tensors as large as the statistics, or the attention rows, that an allocator or a merger computes with."""
 
 
 class Evictions:
@@ -186,9 +186,10 @@ def workspace(step: Step) -> int:
     if step.window is not None:
         rows = step.window[0].shape[2]
     attention = 4 * step.queries.shape[1] * rows * held.positions.shape[2] if step.observed else 0
+    attention *= SUCH if policy.merger.needs.window else 1
     scored = step.window is not None or policy.needs.keys or policy.value is not None
     if step.observed and step.phase != "decode" and isinstance(policy.allocator, StatisticAllocator) and not scored:
-        return step.queries.nbytes + attention + STATISTICS * sum(x.nbytes for x in held.state.values())
+        return step.queries.nbytes + attention + SUCH * sum(x.nbytes for x in held.state.values())
     return step.queries.nbytes + 2 * (held.keys.nbytes + held.values.nbytes) + attention
 
 
