@@ -34,7 +34,7 @@ from kvbench.policies.stores.slot_store import SlotStore, keep_together
 from kvbench.policies.stores.slots import copy_each, rows_of, slots_in_order, spread_index
 from kvbench.policies.stores.store import LayerStore
 
-SUCH = 8
+SUCH = 4
 """Tensors as large as the statistics, or the attention rows, that an allocator or a merger computes with."""
 
 

@@ -39,7 +39,7 @@ def test_a_block_at_the_budget_is_the_models_operations_and_a_few_for_all_layers
 def test_all_layers_of_a_prompt_are_measured_and_merged_together(model: PreTrainedModel) -> None:
     """Both sum the attention of all queries; D2O also measures layers, and merges evicted tokens."""
     evicts, merges = (counts.admission(model, [make_policy(slug, counts.BUDGET)])[0] for slug in ("h2o", "d2o"))
-    assert merges / counts.LAYERS <= evicts / counts.LAYERS + 10
+    assert merges / counts.LAYERS <= evicts / counts.LAYERS + 12
 
 
 @pytest.mark.parametrize(("slug", "most"), [("snapkv", 2), ("cake", 12)])
