@@ -94,7 +94,7 @@ def _nearest(similarities: Tensor) -> Match:
     group = (highs >= least).to(torch.int8).argmax(-1, keepdim=True)
     members = groups.gather(-2, group[..., None].expand(*group.shape, GROUP)).squeeze(-2)
     inside = (members >= least).to(torch.int8).argmax(-1)
-    return Match(best.squeeze(-1), group.squeeze(-1) * GROUP + inside)
+    return Match(best.squeeze(-1), torch.add(inside, group.squeeze(-1), alpha=GROUP))
 
 
 def _along(vectors: Tensor, gone: Tensor) -> Tensor:
