@@ -36,7 +36,9 @@ def test_a_block_at_the_budget_is_the_models_operations_and_a_few_for_all_layers
     assert counts.block(model, policy, 2) / 2 / counts.LAYERS <= 0.6 * alone  # two prompts in one call
 
 
-@pytest.mark.parametrize(("slug", "most"), [("snapkv", 2), ("cake", 12)])
+@pytest.mark.parametrize(
+    ("slug", "most"), [("snapkv", 2), pytest.param("cake", 12, marks=pytest.mark.slow("counts a prefill of 32 layers"))]
+)
 def test_a_further_budget_shares_ranks_and_evicts_layers_together(
     slug: str, most: float, model: PreTrainedModel
 ) -> None:
