@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -164,12 +165,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _refuse_several(words)
     before, sys.argv = sys.argv, ["kvbench", *map(unescaped, words)]
     try:
-        app()
+        with _composed_once(words):
+            app()
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     finally:
         sys.argv = before
     return 0
+
+
+@contextmanager
+def _composed_once(words: Sequence[str]) -> Iterator[None]:
+    """Hydra composes every configuration twice, first to read `hydra.mode` from it: not where no file can set it."""
+    files = ("experiment=", "hydra.", "hydra/", "--config", "-c", "+", "~")
+    if any(word.startswith(files) for word in words):
+        yield
+        return
+    read, Hydra.get_mode = Hydra.get_mode, lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Hydra.get_mode = read  # type: ignore[method-assign]
 
 
 def _without_plus(word: str) -> str:

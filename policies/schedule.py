@@ -88,7 +88,12 @@ class Schedule(ABC):
     @property
     def one_each(self) -> bool:
         """Whether each decoded token attends and then one token is evicted, so that all steps are alike."""
-        return (self.decode, self.order, self.every) == ("evict", "attend_then_evict", 1)
+        return self.every == 1 and self.evicts_last
+
+    @property
+    def evicts_last(self) -> bool:
+        """Whether decoded tokens attend, and evictions that return to one budget follow."""
+        return (self.decode, self.order) == ("evict", "attend_then_evict")
 
     def share(self, budget: int, processed: int, prompt: int) -> int:
         """The slots of a layer's budget that may be used after `processed` of a prompt's tokens."""

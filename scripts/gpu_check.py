@@ -327,8 +327,9 @@ def attempted(
 
 def batches(visit: Visit) -> Iterator[Result]:
     """Decoding steps of batches of one prompt, which is read once: tokens per second, and the share of the bound."""
+    from kvbench.models.devices import copy_rate
     from kvbench.tools.bench.latency import Bound
-    from kvbench.tools.bench.measure import copy_rate, weights_read
+    from kvbench.tools.bench.measure import weights_read
 
     for length in (LENGTH,) if visit.tiny else (LENGTH, 4 * LENGTH):
         model, ids = visit.shape(length)
@@ -433,8 +434,9 @@ def long(visit: Visit) -> Iterator[Result]:
 def compiled(visit: Visit) -> Iterator[Result]:
     """Compiled decoder layers: what they cost at the start, what they save, and the share of the bound."""
     from kvbench.models.compiled import compiled_layers
+    from kvbench.models.devices import copy_rate
     from kvbench.tools.bench.latency import Bound
-    from kvbench.tools.bench.measure import copy_rate, weights_read
+    from kvbench.tools.bench.measure import weights_read
 
     model, ids = visit.shape(LENGTH)
     cases = ("full", {}), ("snapkv", {"schedule": "prompt"}), ("caote_snapkv", {})
@@ -520,9 +522,10 @@ def write(path: str, found: Sequence[Result], visit: Visit) -> None:
     """All results so far, and the machine and the versions that they come from."""
     import torch
 
+    from kvbench.models.devices import description
     from kvbench.results.session import environment
 
-    visit.machine = visit.machine or environment(torch.device(visit.device))
+    visit.machine = visit.machine or environment(description(torch.device(visit.device)))
     machine = visit.machine
     Path(path).write_text(json.dumps({"environment": machine, "results": [asdict(one) for one in found]}, indent=1))
 

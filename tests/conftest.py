@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 torch.set_num_threads(1)  # the models of these tests are tiny: more threads only get in each other's way
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("any machine", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")  # how long an example takes says how busy the machine is
 
 from kernel_interpreted import Interpreter  # noqa: E402 - found in tests/support
@@ -50,10 +50,11 @@ def _as_if_alone() -> Iterator[None]:
     yield
     sys.path[:] = folders  # without folders of modules of the user
     for log, level in levels.items():
-        log.setLevel(level)
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
+        if log.level != level:  # setting it asks every logger
+            log.setLevel(level)
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture

@@ -76,7 +76,8 @@ MUTANTS = (
     Mutant("budgets: growth in decoding", "if n + tokens < b + every else", "if n + tokens <= b + every else"),
     Mutant("budgets: short prompts", "max(min(budget, old + new), whole)", "max(max(budget, old + new), whole)"),
     Mutant("eviction: excess of one", "return self._excess > 0", "return self._excess > 1"),
-    Mutant("tables: one slot beyond the budget", "shares[layer.index] + 1 - (store", "shares[layer.index] + 2 - (store"),
+    Mutant("tables: one slot beyond the budget", "    return most - (store.used", "    return most + 1 - (store.used"),
+    Mutant("tables: evictions of several tokens leave late", "return member.steps >= member.due", "return member.steps > member.due"),
     Mutant("tables: only full rows evict", "self._full = self._counts == limit", "self._full = self._counts >= 0"),
     Mutant("planner: memory kept free", "room = (1 - MARGIN) * free(", "room = (1 + MARGIN) * free("),
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.cache import attend as backends
+from kvbench.cache.attend.torch import is_plain
 from kvbench.cache.step import Step
 from kvbench.kernels.query_sums import attention_moments, column_sums
 from kvbench.kernels.references import FEW_QUERIES, Attended, visible, weigh
@@ -120,13 +121,14 @@ def _attend(step: Step) -> Tensor:
         return out
     slots, window = held.slots, params.sliding_window
     covered = window is None or step.span.end <= window  # the window hides no token
-    if step.fresh and covered and slots.bias is None and params.softcap is None and params.sinks is None:
+    params = params._replace(sliding_window=None) if covered else params
+    if step.fresh and is_plain(params) and slots.bias is None:
         gqa, causal = queries.shape[1] != held.keys.shape[1], queries.shape[2] > 1
         return F.scaled_dot_product_attention(
             queries, held.keys, held.values, is_causal=causal, scale=params.scaling, enable_gqa=gqa
         )
     in_order = step.fresh or (covered and queries.shape[2] > 1 and _newest_last(step))
-    call = queries, step.positions, held, params._replace(sliding_window=None) if covered else params
+    call = queries, step.positions, held, params
     return backends.backend_of(queries).attend_slots(*call, step.fresh, in_order)
 
 

@@ -245,13 +245,14 @@ class KVCache(Cache):
     def _attend_step(self, step: Step) -> Tensor:
         """Attend and evict, in the order of the schedule."""
         attends_first = step.policy.schedule.order == "attend_then_evict"
-        if not attends_first:
-            self._evictions.add(step)
+        evicted = not attends_first and self._evictions.add(step, attended=False)
         out = attend(step, step.policy.needs) if attends_first else attend_to_survivors(step)
         for extra in self.extras:
             extra.attended(step)
         if attends_first:
             self._evictions.add(step)
+        elif evicted:
+            step.settle()
         return out
 
     def _begin_call(self, module: nn.Module, queries: Tensor, columns: Columns) -> None:

@@ -46,26 +46,27 @@ class Evictions:
         self._waiting: list[Step] = []  # until other layers can evict with them
         self._workspace: dict[tuple[int, int | None], int] = {}  # their bytes by layer and step; None: of one prompt
         self._delayed: list[Step] = []  # by an extra, until the end of the call
-        self._unsettled: list[Step] = []  # evicted, but their queries have not attended yet
 
-    def add(self, step: Step) -> None:
-        """Evict after a layer has attended, or as soon as all inputs of the eviction are known."""
+    def add(self, step: Step, attended: bool = True) -> bool:
+        """Evict, or as soon as all inputs of the eviction are known. attended: the step ends with its eviction.
+
+        Returns whether the eviction was carried out now.
+        """
         when = self._when(step)
         if when == "end of call":
             self._delayed.append(step)
-            return
+            return False
         if when == "now" and joins(step):
             _prepare(step)
             self._waiting.append(step)
             key = step.layer.index, None if step.known is not None else id(step)
             self._workspace[key] = max(self._workspace.get(key, 0), workspace(step))
-            return
+            return False
         if when == "now" and step.observed:
             evict(self._rows([step], {}))
-        if step.policy.schedule.order == "attend_then_evict":
+        if attended:
             step.settle()
-        else:
-            self._unsettled.append(step)
+        return True
 
     def _when(self, step: Step) -> When:
         """When the eviction of a step is due: the first answer of an extra that is not "now"."""
@@ -116,10 +117,6 @@ class Evictions:
                 step.sequence.fail(error)
         self._evict_waiting()
         self._advance()
-        due, self._unsettled = self._unsettled, []
-        for step in due:
-            if step.sequence.error is None:
-                step.settle()
 
     def resume(self, due: Sequence[Step]) -> None:
         """Carry out evictions that an extra held back."""

@@ -53,7 +53,8 @@ class Kind:
 
     def longest(self, layer: int) -> int:
         """Bound of the length of a segment in a layer."""
-        return self.slots if self.policy.allocator.per_head else min(self.slots, self.budgets[layer] + 1)
+        every = self.policy.schedule.every
+        return self.slots if self.policy.allocator.per_head else min(self.slots, self.budgets[layer] + every)
 
 
 def kind_of(sequence: CachedSequence, slots: int) -> Kind:
@@ -62,9 +63,9 @@ def kind_of(sequence: CachedSequence, slots: int) -> Kind:
     budgets = tuple(sequence.budgets.shares)
     memory = tuple((name, x.shape) for name, x in sequence.layers[0].memory.items())
     return Kind(
-        rule=(sequence.rule, memory),
+        rule=(sequence.rule, policy.schedule.every, memory),
         budgets=budgets,
-        slots=slots if policy.allocator.per_head else min(slots, max(budgets) + 1),
+        slots=slots if policy.allocator.per_head else min(slots, max(budgets) + policy.schedule.every),
         numbers=tuple(sequence.budgets.numbers[name] for name in policy.needs.reads),
         see_own=keeps_window(policy, budgets),
         policy=policy,
@@ -115,6 +116,11 @@ class Group:
     ) -> None:
         """Evict in all layers. queries [L,b,H_q,1,D]: the newest; params: of the attention of each layer."""
         self.shared.clear()
+        needs = self.policy.needs
+        if not (self.policy.schedule.one_each or needs.statistics or needs.memory):  # only the window moves on
+            if WINDOW[0] in self.state:
+                self.window(slice(None), queries, self.lengths["next"][0].repeat(len(queries), 1))
+            return
         ratings = [sequence.given.pop("ratings") for sequence in sequences if "ratings" in sequence.given]
         self._plan = self._plan or list(self._planned(queries, params, backend.workspace))
         for layers in self._plan:
@@ -158,7 +164,8 @@ class Group:
 class GroupRows(Rows):
     """Rows of a group: k layers of b sequences, n = k * b, that lose one token each. queries [k,b,H_q,1,D]: the newest.
 
-    Rows below their budget lose none: they have taken one more slot instead.
+    Rows below their budget lose none: they have taken one more slot instead. Rows that evict `every` tokens at once are
+    only observed: they leave the table for their evictions.
     """
 
     def __init__(
@@ -178,6 +185,9 @@ class GroupRows(Rows):
         self.slots: GroupSlots = backend.slots(group.memory, segments, self.policy.needs.statistics, width)
         self.state = self.slots.state
         self.observation = self._observe(layers, how, queries)
+
+    def is_due(self) -> bool:
+        return self.policy.schedule.one_each
 
     def store(self) -> None:
         self.slots.store_state()

@@ -9,14 +9,18 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.stores.ring_layout import RingLayer
 from kvbench.policies.stores.slot_store import SlotStore
 
+SELDOM = 16  # tokens between two evictions from which on a sequence leaves its table for them, and enters it again
+
 
 def steps_alike(policy: Policy) -> bool:
-    """Whether all decoding steps of a policy are equal: each appends a token, and evicts one or none."""
+    """Whether decoding steps of a policy are equal: each appends a token, and evicts one or none, or `every` seldom."""
+    schedule = policy.schedule
     if policy.reader is not None or policy.merger.needs.bias:
         return False
     if not policy.decoding_evicts:
         return True
-    return policy.schedule.one_each and not (policy.needs.hidden or policy.schedule.rerotate)
+    seldom = schedule.every >= SELDOM and not policy.allocator.per_head
+    return schedule.evicts_last and (seldom or schedule.every == 1) and not (policy.needs.hidden or schedule.rerotate)
 
 
 def can_record(policy: Policy) -> bool:
@@ -55,7 +59,7 @@ def _shape(sequence: CachedSequence, layer: Layer) -> object:
     if policy.decoding_evicts:
         if not (policy.store.exact or attend.backend_of(store.like).evicts_codes):
             return None
-        if not layer.recent.full or slots_to_grow(sequence, layer) < 0:
+        if not layer.recent.full or slots_to_grow(sequence, layer) < (0 if policy.schedule.one_each else 2):
             return None
         if policy.merger.needs.memory and not layer.memory:  # its thresholds begin with its first eviction
             return None
@@ -71,10 +75,11 @@ def format_of(sequence: CachedSequence) -> object:
 
 
 def slots_to_grow(sequence: CachedSequence, layer: Layer, used: int | None = None) -> int:
-    """Slots that a layer takes until each new token replaces an evicted one. used: slots in use, if not as stored."""
+    """Slots that a layer takes until it evicts, one token after each new one or `every` at once. used: slots in use."""
     if not sequence.policy.decoding_evicts:
         return ENDLESS
     store = slot_store(layer)
     if sequence.policy.allocator.per_head:
         return 0 if store.free is not None else 1
-    return sequence.budgets.shares[layer.index] + 1 - (store.used if used is None else used)
+    most = sequence.budgets.shares[layer.index] + sequence.policy.schedule.every
+    return most - (store.used if used is None else used)

@@ -51,8 +51,12 @@ class RecentQueries:
     def copy(self) -> None:
         """Copy the window, because views keep the queries of a whole prompt in memory."""
         if self.held is not None and self.borrowed:
-            queries, positions = (x.clone(memory_format=torch.contiguous_format) for x in self.held)
-            copy_each(self.keep(queries, positions))
+            copies = self.keep(*self.held)
+            if copies:
+                copy_each(copies)
+            else:
+                queries, positions = (x.clone(memory_format=torch.contiguous_format) for x in self.held)
+                self.held = self._own = queries, positions
 
     def keep(self, queries: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Own this copy of the window. A window of the same size stays where it is, so that blocks can be recorded.

@@ -17,7 +17,8 @@ class Member:
     """A sequence of the table, and its row in a step.
 
     used: slots in use of each layer, `steps` steps ago, when the lengths of its stores were last updated. longest:
-    bound of the length of its segments. room: steps until a store needs more slots.
+    bound of the length of its segments. room: steps until a store needs more slots. due: until it evicts `every` tokens
+    at once, outside of the table.
     """
 
     sequence: CachedSequence
@@ -26,20 +27,24 @@ class Member:
     kind: Kind
     longest: int
     room: int
+    due: int
     row: int = -1
     steps: int = 0
 
 
 def member_of(sequence: CachedSequence, layers: Sequence[Layer]) -> Member:
     """A sequence as its stores are now."""
-    room, longest = ENDLESS, 0
+    room, longest, due, seldom = ENDLESS, 0, ENDLESS, not sequence.policy.schedule.one_each
     for layer in layers:
         store, grow = slot_store(layer), slots_to_grow(sequence, layer)
         longest = max(longest, store.used + min(grow, store.room))
         if grow > store.room:
             room = min(room, store.room)
+        if sequence.policy.decoding_evicts and seldom:
+            due = min(due, grow - 1)
         if isinstance(store, RingLayer):
             room = min(room, store.steps_until_due)
     longest = 1 << (longest - 1).bit_length()  # so that it seldom changes
     kind = kind_of(sequence, longest) if sequence.policy.decoding_evicts else Kind()
-    return Member(sequence, layers, [slot_store(layer).used for layer in layers], kind, kind.slots or longest, room)
+    used = [slot_store(layer).used for layer in layers]
+    return Member(sequence, layers, used, kind, kind.slots or longest, room, due)

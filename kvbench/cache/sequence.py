@@ -28,6 +28,9 @@ class Holder(Protocol):
     def update(self, sequence: "CachedSequence") -> None:
         """Bring the layers of a sequence up to date."""
 
+    def evicts_next(self, sequence: "CachedSequence") -> bool:
+        """Whether it evicts several tokens after its next one, outside of the table."""
+
     def free(self, sequence: "CachedSequence") -> None:
         """Give a sequence its layers back, in memory of their own."""
 

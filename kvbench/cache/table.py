@@ -45,7 +45,7 @@ LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance", "clippe
 
 TIGHT = 0.9  # share of flat memory above which sequences that leave together keep it
 
-State = dict[str, Tensor]
+RowState = dict[str, Tensor]
 """What the device has about the row of a sequence, [L or 1,...] by name: `LENGTHS`, windows and memory of parts."""
 
 
@@ -78,10 +78,10 @@ class Table:
         self._codecs: list[Coding | None] = []  # of the layers; None: keys and values as they are
         self._longest = 0  # bound of the length of a segment
         self._kinds: list[Kind] = []  # of the rows
-        self._empty: dict[Kind, State] = {}  # of padding
+        self._empty: dict[Kind, RowState] = {}  # of padding
         self._groups: list[Group] = []
         self._attended: list[tuple[Tensor, AttentionParams]] = []  # queries [P,H_q,1,D] of the layers so far
-        self.lengths: State = {}
+        self.lengths: RowState = {}
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class Table:
     # --- sequences come and go -------------------------------------------------------------------------------------
     def admit(self, joining: Sequence[CachedSequence]) -> None:
         """Before every step: take over sequences of the table's format, and lengthen stores without free slots."""
-        states: dict[CachedSequence, State] = {}
+        states: dict[CachedSequence, RowState] = {}
         for member in self._members.values():
             if member.steps == member.room:
                 states |= self._lengthen(member)
@@ -124,6 +124,11 @@ class Table:
         if any(member.row < 0 for member in self._members.values()) or spare > len(self._members) * self._pads:
             self._arrange(states)
         self._longest = max([self._longest, *(member.longest for member in self._members.values())])
+
+    def evicts_next(self, sequence: CachedSequence) -> bool:
+        """Whether a sequence evicts several tokens at once after its next token, which it does outside of the table."""
+        member = self._members[sequence]
+        return member.steps >= member.due
 
     def free(self, sequence: CachedSequence, copies: bool = True) -> None:
         """Return a sequence's layers, as they would be without the table; copies: in memory of their own."""
@@ -168,7 +173,7 @@ class Table:
             member.steps += steps
             member.sequence.tick(steps)
 
-    def _enter(self, sequences: Sequence[CachedSequence]) -> dict[CachedSequence, State]:
+    def _enter(self, sequences: Sequence[CachedSequence]) -> dict[CachedSequence, RowState]:
         """Move the layers of sequences into the flat memory; returns the states of their rows."""
         for sequence in sequences:
             for layer in sequence.layers:
@@ -194,7 +199,7 @@ class Table:
                 self.backend.collect_weights(self._memory, layers[0].query_heads // state["starts"].shape[1])
         return states
 
-    def _lengthen(self, member: Member) -> dict[CachedSequence, State]:
+    def _lengthen(self, member: Member) -> dict[CachedSequence, RowState]:
         """Give a sequence more slots where it has none; returns its state if it needs a place of another kind."""
         sequence = member.sequence
         self.update(sequence)
@@ -207,7 +212,7 @@ class Table:
         new = self._new_state(sequence, member.layers)
         self.lengths["starts"][:, member.row] = new["starts"]
         now = member_of(sequence, member.layers)
-        member.longest, member.room, member.used = now.longest, now.room, now.used
+        member.longest, member.room, member.due, member.used = now.longest, now.room, now.due, now.used
         if now.kind == member.kind:
             return {}
         state = {name: x.clone() for name, x in self._state(member.row)}
@@ -235,10 +240,9 @@ class Table:
         """Bring the lengths that the host has of a sequence's layers up to date."""
         member = self._members[sequence]
         steps, member.steps = member.steps, 0
-        member.room -= steps
-        evicts = any(group.has(member.row) for group in self._groups)
+        member.room, member.due = member.room - steps, member.due - steps
         for layer in member.layers if steps else ():
-            if evicts:
+            if sequence.policy.decoding_evicts:
                 layer.decided = sequence.seen
             store, grow = slot_store(layer), slots_to_grow(sequence, layer, member.used[layer.index])
             taken = min(steps, grow)
@@ -273,7 +277,7 @@ class Table:
                     note_codes(store, state, layer.index, self._memory.positions_of(layer))
                 member.sequence.note_bytes(layer.index)
 
-    def _new_state(self, sequence: CachedSequence, layers: Sequence[Layer]) -> State:
+    def _new_state(self, sequence: CachedSequence, layers: Sequence[Layer]) -> RowState:
         """The state of a sequence whose slots are in the flat memory, from its layers."""
         state = dict(zip(LENGTHS, self._segments(sequence, layers), strict=False))
         state["nan"] = state["starts"].new_zeros(len(layers), dtype=torch.bool)
@@ -316,12 +320,12 @@ class Table:
                 for name, x in group.state.items():
                     yield name, x[:, row - group.rows.start]
 
-    def _write(self, row: int, state: State) -> None:
+    def _write(self, row: int, state: RowState) -> None:
         """Write the state of a row."""
         for name, x in self._state(row):
             x.copy_(state[name])
 
-    def _note_padding(self, kind: Kind, state: State) -> None:
+    def _note_padding(self, kind: Kind, state: RowState) -> None:
         """Keep the state of empty places of a kind, one of whose sequences has this state."""
         if self._pads:
             self._empty.setdefault(kind, _padding(state))
@@ -339,12 +343,12 @@ class Table:
             self._bind_layer(layer, state)
 
     @staticmethod
-    def _bind_layer(layer: Layer, state: State) -> None:
+    def _bind_layer(layer: Layer, state: RowState) -> None:
         if WINDOW[0] in state:
             layer.recent.bind(*(state[name][layer.index, None] for name in WINDOW))
         layer.memory |= {name: state[name][layer.index, None] for name in layer.memory if name in state}
 
-    def _arrange(self, states: dict[CachedSequence, State]) -> None:
+    def _arrange(self, states: dict[CachedSequence, RowState]) -> None:
         """Give every kind its places, and every sequence one of them. states: of sequences without a place."""
         waiting: dict[Kind, list[Member]] = {}
         for member in self._members.values():
@@ -457,7 +461,7 @@ class Table:
             memory.weights.zero_()
 
 
-def _padding(state: State) -> State:
+def _padding(state: RowState) -> RowState:
     """The state of an empty place where one with this state may be: one slot in use, overwritten by every token."""
     slots = {"starts": PADDING, "counts": 1, "limit": 1}
     return {name: torch.full_like(x, slots.get(name, 0)) for name, x in state.items()}

@@ -56,9 +56,8 @@ class Tables:
     def enter(self, pads: bool = False) -> None:
         """Let all sequences that decode alike enter tables. pads: rows may be padding, for steps that are recorded."""
         self._tables = [table for table in self._tables if table.rows]
-        leave_tables(
-            [one for one in self._sequences if one.table not in (None, *self._tables)]
-        )  # those of other caches
+        inside = [one for one in self._sequences if one.table is not None]
+        leave_tables([one for one in inside if one.table not in self._tables or one.table.evicts_next(one)])
         waiting = [one for one in self._sequences if self._layers and one.table is None and can_join(one)]
         for table in self._tables:
             table.admit(waiting)

@@ -27,6 +27,7 @@ CONF = Path(str(resources.files("kvbench.conf")))
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C if available: 8 times as fast
 _LOCK = RLock()  # Hydra's state is global
 _COMPOSED: dict[tuple[object, ...], Config] = {}
+TOGETHER = 30  # files in one composition
 OWN_FOLDERS: ContextVar[tuple[Path, ...] | None] = ContextVar("folders", default=None)
 """The folders of the configuration that Python composes; None on the command line."""
 
@@ -62,16 +63,19 @@ def read(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
 
 
 def read_all(group: str) -> dict[str, Config]:
-    """`read` for every file of conf/<group>/, in one composition: each takes Hydra 50 ms, however small it is."""
+    """`read` for every file of conf/<group>/, several in one composition: each takes Hydra 50 ms, however small it is.
+
+    A composition merges each of its files into all before it, so that one of every file would take longer.
+    """
     from hydra import compose
     from omegaconf import OmegaConf
 
     new = [name for name in names(group) if (group, name, (), ()) not in _COMPOSED]
-    words = [f"+{group}@{group}.file_{number}={json.dumps(name)}" for number, name in enumerate(new)]
-    if new:
+    for some in (new[start : start + TOGETHER] for start in range(0, len(new), TOGETHER)):
+        words = [f"+{group}@{group}.file_{number}={json.dumps(name)}" for number, name in enumerate(some)]
         with _own_hydra(()):
             found: Any = OmegaConf.to_container(compose(overrides=words))
-        _COMPOSED.update({(group, name, (), ()): found[group][f"file_{number}"] for number, name in enumerate(new)})
+        _COMPOSED.update({(group, name, (), ()): found[group][f"file_{number}"] for number, name in enumerate(some)})
     return {name: read(group, name) for name in names(group)}
 
 

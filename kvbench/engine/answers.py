@@ -18,14 +18,13 @@ from kvbench.cache.footprint import fed
 from kvbench.cache.layer import Layer
 from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.generate import HeldCache, generate
-from kvbench.engine.logits import now
-from kvbench.engine.memory import peak, reset_peak
 from kvbench.engine.prompts import blank
 from kvbench.engine.scores import Scores, summary
 from kvbench.engine.sequence import LiveSequence, Request, TokenSampler, script_of
 from kvbench.engine.teacher_forcing import policy_for, score_pair, text_scores
 from kvbench.errors import UsageError, one_line
 from kvbench.models.answers import Ending, end_tokens
+from kvbench.models.devices import now, peak, reset_peak
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompt import Prompt
 from kvbench.models.tokens import Encoder

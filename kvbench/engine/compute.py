@@ -16,6 +16,7 @@ from kvbench.engine.prompts import in_batch, prompts_for
 from kvbench.engine.run_writer import RunCallback, RunWriter, work_items
 from kvbench.engine.scheduler import Scheduler
 from kvbench.models.compiled import compiled_layers
+from kvbench.models.devices import description
 from kvbench.models.loading import LoadedModel, load
 from kvbench.results.definition import damaged_records
 from kvbench.results.session import Totals, environment, record
@@ -98,7 +99,7 @@ def _compute(writers: Sequence[RunWriter]) -> None:
 def _compute_missing(writers: Sequence[RunWriter]) -> None:
     run = writers[0].run
     loaded = load(run.checkpoint, run.device)
-    here: dict[str, Any] = {**environment(run.device), "model": loaded.record}
+    here: dict[str, Any] = {**environment(description(run.device)), "model": loaded.record}
     for writer in writers:
         with writer.isolated():
             writer.begin(here)

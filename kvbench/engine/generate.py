@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.copies import together
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.logits import now
 from kvbench.engine.sequence import LiveSequence, Request, TokenSampler, script_of
+from kvbench.models.devices import now
 from kvbench.models.replay import can_replay, check_graph
 from kvbench.policies.policy import Policy
 

@@ -1,10 +1,9 @@
-"""Calls of the model, their time, and the likelihood of given tokens under its logits.
+"""Calls of the model, and the likelihood of given tokens under its logits.
 
 Shapes: B batch, M new tokens, T prompt tokens, V vocabulary, D hidden size.
 """
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,16 +17,6 @@ NOT_A_NUMBER = (
 )
 """-inf is allowed for some tokens, which a model masks; then the largest logit is finite."""
 LOGITS_AT_ONCE = 2**24  # 64 MiB of float32: the logits of a long prompt are never in memory at once
-
-
-def now(model: PreTrainedModel) -> float:
-    """Seconds on a monotonic clock, after all devices of the model have finished their work."""
-    spread = getattr(model, "hf_device_map", None)
-    places: Iterable[torch.device | str | int] = spread.values() if spread else [model.device]
-    for device in {torch.device(place) for place in places if place not in ("cpu", "disk")}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def next_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:

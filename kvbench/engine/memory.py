@@ -1,20 +1,15 @@
-"""The memory of devices, and the planner that decides how many more sequences fit."""
+"""The planner that decides how many more sequences fit into memory."""
 
 from __future__ import annotations
 
 import logging
-import math
-import os
 from collections.abc import Sequence
 from itertools import accumulate, islice
 from math import ceil
-from pathlib import Path
-from typing import NamedTuple
-
-import torch
 
 from kvbench.cache.families import layout_of
 from kvbench.engine.run_writer import RunWriter
+from kvbench.models.devices import free, release
 from kvbench.models.prompt import Prompt
 from kvbench.policies.policy import total_slots
 from kvbench.run.run import Run
@@ -23,8 +18,6 @@ DEFAULT_SEQUENCES = 512
 """Maximum batch without engine.rows: a step of more sequences takes longer in proportion."""
 MARGIN = 0.2  # share of the free memory that is left for everything not counted here
 PREFILL = 2.0  # memory of a prefill in full caches of the prompt, until it is measured: the cache and activations
-
-_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +80,7 @@ class MemoryPlanner:
         if self._limit is None or limit < self._limit:
             self._limit = limit
             log.warning("memory ran out with %d sequences in flight, now at most %d", sequences, limit)
-        torch.cuda.empty_cache()
+        release()
 
     def measured(self, prompt: Prompt, run: Run, nbytes: int) -> None:
         """A prefill took `nbytes` bytes in addition to its sequences."""
@@ -121,64 +114,3 @@ def _kept_share(run: Run, length: int, tokens: int) -> float:
         held = round(kept)
         grown = min(grown, policy.schedule.decoded(held, tokens, length) - held + policy.schedule.spare)
     return copies * min(1.0, (kept + grown) / tokens)
-
-
-# --- devices ---------------------------------------------------------------------------------------------------------
-def reset_peak(device: torch.device) -> None:
-    """Reset the recorded peak of allocated bytes; does nothing on a CPU."""
-    if device.type == "cuda":
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.reset_peak_memory_stats(index)
-
-
-def peak(device: torch.device) -> int | None:
-    """The most bytes allocated since `reset_peak`, weights included, over all CUDA devices; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
-
-
-class DeviceMemory(NamedTuple):
-    """Bytes of a CUDA device: free, reserved by PyTorch's allocator, and allocated to tensors."""
-
-    free: int
-    reserved: int
-    allocated: int
-
-
-def free(device: torch.device) -> int:
-    """Free bytes: of all CUDA devices (`obtainable`), or of the host within its cgroup."""
-    return obtainable(_allocators()) if device.type == "cuda" else _host_free()
-
-
-def obtainable(devices: Sequence[DeviceMemory]) -> int:
-    """Bytes that layers spread evenly over devices can use: those of the fullest device, times their number.
-
-    Memory that PyTorch's allocator has reserved and not allocated counts as free.
-    """
-    return min(one.free + one.reserved - one.allocated for one in devices) * len(devices)
-
-
-def _allocators() -> list[DeviceMemory]:
-    cuda = torch.cuda
-    devices = range(cuda.device_count())
-    return [DeviceMemory(cuda.mem_get_info(i)[0], cuda.memory_reserved(i), cuda.memory_allocated(i)) for i in devices]
-
-
-def _host_free() -> int:
-    """MemAvailable of Linux, limited by the cgroup; on other systems half of the memory."""
-    try:
-        kib = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable")).split()[1]
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return int(min(1024 * int(kib), _cgroup_free()))
-
-
-def _cgroup_free() -> int | float:
-    """Free bytes of a container (cgroup v2), including cached file pages; infinity without a limit."""
-    try:
-        most, used = (_CGROUP / "memory.max").read_text().strip(), int((_CGROUP / "memory.current").read_text())
-        lines = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return math.inf
-    return math.inf if most == "max" else int(most) - used + int(lines.get("inactive_file", 0))

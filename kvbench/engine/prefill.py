@@ -18,11 +18,12 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.copies import fork, together
 from kvbench.cache.families import layout_of, reset_rotation
 from kvbench.engine.given import append_given, given_singly, given_size
-from kvbench.engine.logits import next_logits, now
+from kvbench.engine.logits import next_logits
 from kvbench.engine.pre_pass import open_cache, pre_pass
 from kvbench.engine.recorder import CALL_TOKENS, Recorder
 from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
 from kvbench.engine.sequence import LiveSequence, Played, choose_next
+from kvbench.models.devices import now
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
 from kvbench.run.run import check_context

@@ -22,9 +22,9 @@ from kvbench.cache.footprint import fed
 from kvbench.cache.hook import attention
 from kvbench.cache.views import stacked
 from kvbench.engine.generate import Generation
-from kvbench.engine.logits import now
 from kvbench.engine.sequence import LiveSequence, Request, advance, choose_next
 from kvbench.errors import UsageError
+from kvbench.models.devices import now
 from kvbench.policies.latents import check_latents
 from kvbench.policies.press import KVPress, decodes, decoding_part, ratio_for
 

@@ -34,8 +34,7 @@ from kvbench.engine.answers import (
 )
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.divergence import full_cache
-from kvbench.engine.logits import now
-from kvbench.engine.memory import MemoryPlanner, peak, reset_peak
+from kvbench.engine.memory import MemoryPlanner
 from kvbench.engine.pace import Pace, Work
 from kvbench.engine.prefill import blocks_join
 from kvbench.engine.prompts import in_batch
@@ -43,6 +42,7 @@ from kvbench.engine.run_writer import RunWriter, WorkItem, one_by_one
 from kvbench.engine.sequence import LiveSequence, Played, Request
 from kvbench.engine.teacher_forcing import policy_for
 from kvbench.errors import counted, one_line
+from kvbench.models.devices import now, peak, reset_peak
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompt import Prompt
 from kvbench.results.samples import Sample

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.families import layout_of
 from kvbench.engine.given import GIVEN_TOKENS, append_given
-from kvbench.engine.logits import now
 from kvbench.engine.prefill import prefill_prompts
 from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
 from kvbench.engine.sequence import LiveSequence, Request, script_of
+from kvbench.models.devices import now
 from kvbench.models.prompt import Prompt
 from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy

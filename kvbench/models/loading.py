@@ -264,17 +264,6 @@ def _first(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of a name; "auto" is the first CUDA device, else the CPU. Raises UsageError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    gpus = torch.cuda.device_count()
-    available = ["auto", "cpu", *(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus))]
-    if name not in available:
-        raise UsageError(f"device={name} is not available here, choose one of {', '.join(available)}")
-    return torch.device(name)
-
-
 def _config(spec: ModelSpec, folder: Path) -> Any:  # noqa: ANN401 - transformers' own configuration object
     """The model's configuration. Raises UsageError if it cannot be read or the model is not supported."""
     try:

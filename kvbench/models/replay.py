@@ -4,20 +4,26 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvbench.cache.families import layout_of, name_of
-from kvbench.cache.joining import can_record
+from kvbench.cache.joining import SELDOM, can_record
+from kvbench.models.devices import records_steps
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 
 
+def records(policy: Policy, device: torch.device) -> bool:
+    """Whether decoding steps of this policy on this device can be recorded."""
+    return records_steps(device) and can_record(policy)
+
+
 def check_graph(policy: Policy, device: torch.device) -> None:
     """Raise ValueError unless decoding steps of this policy on this device can be recorded."""
-    if device.type != "cuda":
+    if not records_steps(device):
         raise ValueError(f"engine.cuda_graph=true needs a CUDA device, got device={device.type}")
     if not can_record(policy):
         raise ValueError(
             "engine.cuda_graph=true needs keys and values per KV head, exact or in codes that kernels read, and steps "
             f"that attend, then evict one token; {policy.name} does not support it: use engine.cuda_graph=false"
-            f"{' or every=1' if policy.schedule.every > 1 else ''}"
+            f"{f', every=1 or at least {SELDOM}' if 1 < policy.schedule.every < SELDOM else ''}"
         )
 
 

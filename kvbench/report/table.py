@@ -35,7 +35,7 @@ def measure(row: Result) -> str:
     return estimate(row.value, low, high, *specs)
 
 
-def _against(row: Result, difference: Difference | None) -> str | None:
+def against(row: Result, difference: Difference | None) -> str | None:
     """Mean difference from the baseline on shared examples; "*" if its corrected p is significant."""
     digits = 4 if row.reads else 3
     if difference is None:
@@ -96,7 +96,7 @@ _COLUMNS = (
     _Column("same top", "same_top", ".1f", 100, "%", legend="same top: tokens with the same most likely next token"),
     _Column("diverged", "diverged_share", ".0f", 100, "%", legend="diverged: greedy answers that would differ"),
     _Column(
-        AGAINST, lambda row: _against(row, row.difference), legend=f"vs full: on the same examples; {STAR}",
+        AGAINST, lambda row: against(row, row.difference), legend=f"vs full: on the same examples; {STAR}",
         shown=lambda row: row.difference is not None or row.gap is not None,
     ),
     _Column("seeds", "n_seeds", "d"),
@@ -162,7 +162,7 @@ def results_table(rows: Sequence[Result]) -> TextTable:
     numbers = {one.title: [one.text(row) or NONE for row in rows] for one in shown}
     if AGAINST in numbers:
         differences = corrected({row: row.difference for row in rows if row.difference})
-        numbers[AGAINST] = [_against(row, differences.get(row)) or NONE for row in rows]
+        numbers[AGAINST] = [against(row, differences.get(row)) or NONE for row in rows]
     return labelled(rows, numbers, [one.legend for one in shown if one.legend])
 
 

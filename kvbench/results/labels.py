@@ -17,7 +17,7 @@ from kvbench.terminal.escapes import visible
 
 NAMED = ("model", "policy", "task")
 _LABELS = {"policy": "policy", "task": "task", "model": "model", "generation": "model"}
-"""The label that contains a field of the identity; other fields follow the policy's label."""
+"""The label that contains a field of the identity. The model's also has the dtype; other fields follow the policy's."""
 POLICY = "kvbench.policies.policy.Policy"
 """The class of policies that kvbench computes."""
 _SCHEDULE = ("policy.schedule", "policy.schedule.size", "policy.schedule.decode", "policy.schedule.every")
@@ -54,14 +54,19 @@ def names(naming: Naming, identity: Mapping[str, Any], also: Collection[str] = (
     fields = flat(identity)
     labels = {}
     for name in NAMED:
-        shown = [k for k in fields if k in {*naming.changed, *also} and _LABELS.get(_root(k)) == name]
-        text = ", ".join(f"{k.partition('.')[2]}={text_of(fields[k])}" for k in shown if k not in _SILENT)
+        shown = [k for k in fields if k in {*naming.changed, *also} and label_of(k) == name]
+        text = ", ".join(f"{k.partition('.')[2] or k}={text_of(fields[k])}" for k in shown if k not in _SILENT)
         labels[name] = getattr(naming, name) + (f"({text})" if text else "")
     if keeps_all(identity) and naming.policy != "full":
         labels["policy"] += " = full"
     if reads_by_oracle(identity):
         labels["policy"] += " (upper bound)"
     return labels
+
+
+def label_of(key: str) -> str:
+    """The label ("model", "policy", "task") that contains a field with this dotted name; "" if none does."""
+    return "model" if key == "dtype" else _LABELS.get(_root(key), "")
 
 
 def reads_by_oracle(identity: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, overload
 from kvbench.errors import UsageError, instead
 from kvbench.results.changes import Changes, changes
 from kvbench.results.described import Described
-from kvbench.results.labels import budget_order, differing, names, natural, text_of, usual
+from kvbench.results.labels import budget_order, differing, label_of, names, natural, text_of, usual
 from kvbench.results.metrics import Measured, Numbers, by_value, metrics, token_mean
 from kvbench.results.pairs import NLLGap, Paired, paired, shared
 from kvbench.results.samples import Sample
@@ -45,7 +45,8 @@ class Result(Numbers, Described):
     line: str = ""
     mixed: str = ""  # versions that differ between the processes that computed the run
     baseline: Result | None = None
-    n_seeds: int | None = None  # of runs joined by `results.seeds`
+    seeds: tuple[int, ...] = ()  # of runs joined by `results.seeds`
+    n_seeds: int | None = None
     seed_sd: float | None = None  # standard deviation of their values
 
     n: int
@@ -225,9 +226,11 @@ class Results(Sequence[Result]):
 def _named(rows: Sequence[Result]) -> list[Result]:
     """The rows with the fields in which they differ, and with labels that contain these fields."""
     named = []
+    dtypes = Counter(model for model, _ in {(row.model, str(row.identity.get("dtype"))) for row in rows})
     for row, fields in zip(rows, differing([(row.naming, row.identity) for row in rows]), strict=True):
-        labels = names(row.naming, row.identity, fields)
-        others = {k: text_of(v) for k, v in fields.items() if not k.startswith(("policy.", "task.", "model.", "gener"))}
+        own = [key for key in fields if key != "dtype" or dtypes[row.model] > 1]  # otherwise the model implies it
+        labels = names(row.naming, row.identity, own)
+        others = {key: text_of(value) for key, value in fields.items() if not label_of(key)}
         if row.when or row.is_full:
             others.pop("compress", None)  # `when` contains it
         unfinished = [] if row.finished else [f"[unfinished, n={row.n}]"]

@@ -88,6 +88,7 @@ def _one(rows: Sequence[Result]) -> Result:
         identity={**first.identity, "seed": None},
         state=next((row.state for row in rows if not row.finished), first.state),
         mixed=next((row.mixed for row in rows if row.mixed), ""),
+        seeds=tuple(int(row.identity["seed"]) for row in rows),
         n_seeds=len(rows),
         seed_sd=stdev(values) if len(values) > 1 else None,
     )

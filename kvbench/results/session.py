@@ -11,24 +11,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench import __version__
 from kvbench.errors import counted
 from kvbench.results.files import read_json, write_json
 
-if TYPE_CHECKING:
-    import torch
-
-
 PACKAGES = ("kvbench", "torch", "transformers", "tokenizers", "safetensors", "hydra-core", "numpy", "triton", "lm-eval")
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """The content of `environment.json`: this process and its device."""
+def environment(device: Mapping[str, str | None]) -> dict[str, Any]:
+    """The content of `environment.json`: this process, and the description of its device."""
     import torch  # imported here: it takes seconds, and commands that only read results do not need it
 
-    cuda = device.type == "cuda"
     memory = None
     with suppress(ValueError, OSError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -40,9 +35,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             "cpus": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
             "memory_bytes": memory,
-            "device": str(device),
-            "device_name": torch.cuda.get_device_name(device) if cuda else None,
-            "cuda": torch.version.cuda if cuda else None,
+            **device,
         },
     }
 

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from kvbench.cache.families import layout_of
-from kvbench.cache.joining import can_record
 from kvbench.cache.watcher import Watcher
 from kvbench.config.compose import find
 from kvbench.config.parts import build, refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, check_method, named_config, scheduled
 from kvbench.errors import CHANGED, ConfigError, UsageError, refusing
 from kvbench.models.cache_shapes import check_shape
+from kvbench.models.devices import pick_device
 from kvbench.models.files import ModelSpec, check_sha256
 from kvbench.models.given import checkpoint_of
-from kvbench.models.loading import Checkpoint, locate, pick_device
+from kvbench.models.loading import Checkpoint, locate
 from kvbench.models.prompts import COMPRESS
-from kvbench.models.replay import can_replay, check_graph
+from kvbench.models.replay import can_replay, check_graph, records
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.describe import describe
 from kvbench.policies.latents import check_latents
@@ -248,7 +248,7 @@ def _compress(config: RunConfig, policy: Policy, task: Task) -> str:
 def _cuda_graph(value: bool | str, policy: Policy, device: torch.device) -> bool:
     """Whether decoding steps are recorded; auto: if that is possible."""
     if value == "auto":
-        return device.type == "cuda" and can_record(policy)
+        return records(policy, device)
     if value is True:
         with refusing():
             check_graph(policy, device)

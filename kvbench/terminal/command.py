@@ -71,6 +71,7 @@ def import_models() -> None:
     try:
         with start.ending_at_interrupt():
             import_module("transformers.modeling_utils")
+        gc.freeze()  # later collections do not visit them
     finally:
         gc.enable()
 

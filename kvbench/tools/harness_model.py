@@ -23,8 +23,9 @@ from kvbench.engine.generate import HeldCache, generate_tokens
 from kvbench.engine.teacher_forcing import score_pair
 from kvbench.errors import UsageError, refusing
 from kvbench.models.answers import Ending, end_tokens
+from kvbench.models.devices import pick_device
 from kvbench.models.files import ModelSpec
-from kvbench.models.loading import load, locate, pick_device
+from kvbench.models.loading import load, locate
 from kvbench.models.tokens import Encoder, Pair, appended
 from kvbench.policies.describe import describe
 from kvbench.policies.draws import combined_seed

@@ -13,8 +13,9 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 SCRIPT = Path(__file__).parents[1] / "support" / "kernel_compiled.py"
 
 
-@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow("compiles all launches"))])
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow("compiles them again")), 90])
+@pytest.mark.slow("compiles every kernel")
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("capability", [80, 90])
 def test_every_kernel_compiles_without_spills_into_99_kib(capability: int, everything: bool) -> None:
     command = [sys.executable, str(SCRIPT), str(capability), *(["--all"] if everything else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

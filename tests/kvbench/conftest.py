@@ -1,6 +1,6 @@
 """A tiny random model with a byte tokenizer, on disk as any other: the whole harness runs on it in milliseconds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from kvbench.cli import main
 
 MAX_POSITIONS = 1024
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_debugger() -> Iterator[None]:
+    """At every error Hydra looks for a debugger in the source of all frames, of which pytest has many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hydra._internal.utils.is_under_debugger", lambda: False)
+        yield
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -14,9 +14,9 @@ from small_cells import cells_of, lines, results
 from torch import Tensor
 
 from kvbench.engine import batch as rows
-from kvbench.engine import memory as device_memory
 from kvbench.engine.compute import compute_runs, grouped
 from kvbench.engine.run_writer import RunCallback
+from kvbench.models import devices as device_memory
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.ranking import Ranking

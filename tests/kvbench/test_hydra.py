@@ -4,10 +4,12 @@ import json
 import logging
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobRuntime
 from hydra.version import base_at_least
@@ -39,7 +41,7 @@ RUNS = {  # how many samples files each of them leaves
     "-m hydra/launcher=basic policy=full,snapkv": 2,
     "-m hydra/sweeper=basic policy=full,snapkv": 2,
     "-m 'policy=glob(*stream*)' budget=20,40": 2,
-    "-m hydra.sweeper.grids=[{policy:[snapkv,tova],seed:[0,1]},{policy:full}]": 5,
+    "-m hydra.sweeper.grids=[{policy:tova,seed:[0,1]},{policy:full}]": 3,
 }
 
 
@@ -233,6 +235,18 @@ def test_a_dry_run_counts_prompts_and_tokens_and_shows_the_first_prompt(
     assert total == f"2 runs: {sum(tokens)} prompt tokens, {tokens[0]} with shared prefills"
     assert (head, bool(first)) == ("the first prompt:", True)
     assert not list(folder.glob("runs/*/samples.jsonl"))
+
+
+def test_a_run_is_composed_once(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    composed, load = list[str](), ConfigLoaderImpl.load_configuration
+
+    def counted(loader: ConfigLoaderImpl, config_name: str, **how: Any) -> object:
+        composed.append(config_name)
+        return load(loader, config_name, **how)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
+    assert main(order("policy=full dry_run=true", tiny_model)) == 0
+    assert composed == ["config"]
 
 
 GRIDS = [

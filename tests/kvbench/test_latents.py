@@ -254,8 +254,9 @@ EVERY = [
 ]
 
 
-def test_sequences_of_several_policies_share_a_prefill_and_are_equal_alone() -> None:
-    assert_rows_alone(tiny(), EVERY, (LENGTH, 37), NEW)
+@pytest.mark.parametrize("some", [EVERY[::2], pytest.param(EVERY[1::2], marks=pytest.mark.slow("runs all policies"))])
+def test_sequences_of_several_policies_share_a_prefill_and_are_equal_alone(some: list[Policy]) -> None:
+    assert_rows_alone(tiny(), some, (LENGTH, 37), NEW)
 
 
 def test_the_largest_head_of_a_layer_with_one_token_set_is_the_mean_of_all() -> None:

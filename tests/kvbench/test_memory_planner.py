@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbench.engine import memory as device_memory
-from kvbench.engine.memory import DeviceMemory, MemoryPlanner, sequence_bytes
+from kvbench.engine.memory import MemoryPlanner, sequence_bytes
 from kvbench.engine.run_writer import RunCallback, RunWriter
+from kvbench.models import devices as device_memory
+from kvbench.models.devices import DeviceMemory
 from kvbench.models.prompt import Prompt
 from kvbench.run.run import Run
 from kvbench.tasks.task import Example

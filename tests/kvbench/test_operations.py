@@ -42,7 +42,9 @@ def test_all_layers_of_a_prompt_are_measured_and_merged_together(model: PreTrain
     assert merges / counts.LAYERS <= evicts / counts.LAYERS + 12
 
 
-@pytest.mark.parametrize(("slug", "most"), [("snapkv", 2), ("cake", 12)])
+@pytest.mark.parametrize(
+    ("slug", "most"), [("snapkv", 2), pytest.param("cake", 12, marks=pytest.mark.slow("counts a prefill of 32 layers"))]
+)
 def test_a_further_budget_shares_ranks_and_evicts_layers_together(
     slug: str, most: float, model: PreTrainedModel
 ) -> None:

@@ -62,9 +62,7 @@ def test_perplexity_under_full_is_that_of_an_ordinary_forward_pass(command: Comm
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["policy=h2o"], "h2o evicts only once the whole text is in"),
         (["policy=sirllm", "task.block=8"], "block=8: sirllm needs the whole prompt"),
-        (["policy=kivi"], "kivi stores a text in its final form only once it is a whole prompt"),
         (
             ["policy=full", "generation.temperature=0.6", "generation.samples=4"],
             "generation.temperature=0.6 has no effect: task perplexity scores tokens that are given, leave it out",

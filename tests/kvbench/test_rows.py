@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from kv_models import FAMILIES, CodePoints, prompt, tiny
-from kv_presets import INCOMPLETE, evicting, kinds, protecting
+from kv_presets import COMPOSED, INCOMPLETE, STORES, evicting, kinds, protecting, reading
 from kv_runs import assert_alone, ended
 
 from kvbench import make_policy, preset_names
@@ -25,8 +25,17 @@ from kvbench.policies.scorers import pooling
 
 BUDGETS = (40, 56)
 NEW = 12
-OWN: dict[str, dict[str, Any]] = {"gemfilter": {"layer": 1}, "vase": {"window": 8, "every": 8}}
+OWN: dict[str, dict[str, Any]] = {"gemfilter": {"layer": 1}, **COMPOSED, **STORES}
 """Presets with fields of their own, for small models and budgets."""
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    *((slug, {"late": True, "decode": "evict"}) for slug in ("h2o", "d2o", "snapkv")),
+    ("cam", {"store": {"_target_": "kvbench.policies.stores.ragged.Ragged"}}),
+    ("d2o", {"tau_scope": "layer", "similarity": "separate"}),
+    ("cake", {"cascading": False}),
+    ("kvec", {"decode": "evict", "window": 2, "extended": 4}),
+    ("kcvc", {"group": None, "residual": 8}),
+]
+"""Fields that are no preset."""
 EVERY = [s for s in preset_names() if not s.startswith(INCOMPLETE) and s not in ("d2o_released", "vase", *protecting())]
 
 
@@ -34,10 +43,10 @@ def variants(slugs: Sequence[str], **fields: Any) -> list[Policy]:
     """Every policy at two budgets; those that keep everything once."""
     found = []
     for slug in slugs:
-        if slug in evicting() or slug in OWN:
+        if slug in evicting() or (slug in OWN and slug not in STORES):
             found += [make_policy(slug, budget, **OWN.get(slug, fields)) for budget in BUDGETS]
         else:
-            found.append(make_policy(slug, BUDGETS[0]))
+            found.append(make_policy(slug, BUDGETS[0], **STORES.get(slug, {})))
     return found
 
 
@@ -49,7 +58,10 @@ def asked(length: int, seed: int, **fields: Any) -> Request:
 def test_a_preset_of_every_kind_is_equal_alone_and_in_a_batch() -> None:
     model = prepare(tiny("llama"))
     requests = [asked(60, 1, max_new_tokens=4), asked(33, 3, max_new_tokens=3)]
-    for row in ended(model, requests, variants([*kinds(), "full", "gemfilter", "kivi", "ott"])):
+    slugs = [*kinds(), *reading(), "full", *OWN]
+    policies = [variants([slug])[-(place % 2)] for place, slug in enumerate(slugs)]
+    policies += [make_policy(slug, BUDGETS[0], **fields) for slug, fields in OTHERS]
+    for row in ended(model, requests, policies):
         assert_alone(model, row)
 
 
@@ -59,7 +71,6 @@ def test_every_preset_is_equal_alone_and_beside_other_prompts(family: str) -> No
     model = prepare(tiny(family))
     windowed = getattr(model.config, "sliding_window", None)  # which refuses keys that move
     every = [slug for slug in EVERY if not (windowed and make_policy(slug, 40).schedule.rerotate)]
-    every.remove("nvfp4")  # groups of 16 channels do not divide these heads of 8
     requests = [asked(90, 1), asked(71, 2, max_new_tokens=5), asked(33, 3), asked(130, 4), asked(17, 5)]
     for row in ended(model, requests, variants(every)):
         assert_alone(model, row)

@@ -60,7 +60,10 @@ def policies() -> list[Any]:
     return [*(make_policy(slug, 36) for slug in slugs), *several]
 
 
-@pytest.mark.parametrize(("family", "every"), [("gemma3n", 4), ("gemma4", 1)])
+@pytest.mark.parametrize(
+    ("family", "every"),
+    [("gemma3n", 3), ("gemma4", 2), pytest.param("gemma4", 1, marks=pytest.mark.slow("runs all of its policies"))],
+)
 def test_sequences_are_equal_alone_and_in_a_batch(family: str, every: int) -> None:
     """One prefill for whole prompts, one batch for blocks, one of all that decodes; pre-passes and readers too."""
     assert_rows_alone(model_of(family), policies()[::every], (50, 37), NEW)

@@ -28,6 +28,7 @@ from kvbench.run.run import Run
 from kvbench.sweeps.compute import Guarded, SweepCallback, make_watch
 
 TARGET = "kvbench.report.wandb_logger.WandbLogger"
+STARTS = pytest.mark.slow("starts W&B's own process")
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +99,7 @@ def stored(folder: Path) -> list[Stored]:
     ]
 
 
+@STARTS
 def test_a_sweep_is_one_offline_run_for_each_run_and_one_with_the_table(tmp_path: Path, tiny_model: Path) -> None:
     out = tmp_path / "mine"
     asked = [("streamingllm", 40), ("streamingllm", 80), ("full", 40)]
@@ -151,6 +153,7 @@ def written(out: Path, policy: str, scores: list[float | None], budget: int | No
     return Replayed(write_run(out, policy, [sample(i, score) for i, score in enumerate(scores)], budget))
 
 
+@STARTS
 def test_failed_runs_and_failed_examples_are_marked_and_a_complete_run_is_not_sent_again(tmp_path: Path) -> None:
     cell, other = written(tmp_path / "a", "tova", [1.0, None]), written(tmp_path / "b", "h2o", [1.0, None])
     complete = written(tmp_path / "c", "cake", [1.0])
@@ -168,7 +171,7 @@ def test_failed_runs_and_failed_examples_are_marked_and_a_complete_run_is_not_se
     assert broken.table(broken.summary["examples"]["path"])[1]["error"].startswith("BudgetError")
 
 
-@pytest.mark.slow("logs four folders of runs")
+@STARTS
 def test_finished_runs_are_logged_later_and_equal_runs_of_two_folders_are_two(tmp_path: Path) -> None:
     for name in ("a", "b"):
         written(tmp_path / name, "full", [1.0, 1.0], None)
@@ -187,6 +190,7 @@ def test_finished_runs_are_logged_later_and_equal_runs_of_two_folders_are_two(tm
     assert len({*again}) == 6
 
 
+@STARTS
 def test_a_trial_of_a_sweep_is_the_run_of_the_agent_also_if_it_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

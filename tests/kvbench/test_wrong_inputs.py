@@ -215,17 +215,6 @@ def test_a_configuration_error_of_another_process_has_the_same_message() -> None
     assert str(pickle.loads(pickle.dumps(error))) == str(error) == "policy.budget must be at least 1, got 0"
 
 
-def test_words_that_hydra_would_ignore_or_fail_at_are_refused_before_it_starts(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for line, said in {
-        "-m budget=interval(64,128)": "is a range for optimizers (hydra/sweeper=...): list values, as in 64,128",
-        "hydra.verbose=true": "hydra.verbose=true has no effect: messages are the same in all runs",
-    }.items():
-        assert main(shlex.split(line)) == 2
-        assert said in capsys.readouterr().err
-
-
 def test_a_plus_before_a_group_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["+experiment=demo", "--cfg", "job", "-p", "task.name"]) == 0
     assert main(["experiment=demo", "--cfg", "job", "-p", "task.name"]) == 0

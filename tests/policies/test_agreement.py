@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from kv_models import FAMILIES, prompt, tiny
 from kv_oracle import Rules
 from kv_runs import policy_for, run_generate, run_greedy
 from kv_simulate import simulate
+from parameters import few_fast
 from transformers import PreTrainedModel
 
 NEW = 5
@@ -37,6 +37,7 @@ CALLS: dict[str, dict[str, Any]] = {  # where prompt tokens are evicted, where d
     "blocks of 8, evicting first": {"block": 8, "decode": "evict", "order": "evict_then_attend"},
     "prompt, evicting first": {"block": None, "decode": "evict", "order": "evict_then_attend"},
 }
+FAST = "prompt", "blocks of 8", "blocks of 8, evicting first"
 LONG = 37  # several blocks of 8 and one of 5
 
 
@@ -53,11 +54,8 @@ def assert_agrees(model: PreTrainedModel, rules: Rules, ids: list[int]) -> None:
     assert run.tokens[0] == trace.tokens
 
 
-@pytest.mark.parametrize(
-    ("rules", "calls"),
-    [*product(BASES, CALLS), *product(WRAPPED, ["prompt", "blocks of 8", "blocks of 8, evicting first"])],
-    ids=lambda x: x if isinstance(x, str) else x.slug,
-)
+@pytest.mark.parametrize("rules", [*BASES, *WRAPPED], ids=lambda rules: rules.slug)
+@pytest.mark.parametrize("calls", few_fast(CALLS, FAST, pytest.mark.slow("runs the slow oracle")))
 def test_every_policy_keeps_the_tokens_of_the_slow_oracle(rules: Rules, calls: str) -> None:
     assert_agrees(model_of(), replace(rules, budget=BUDGET, **CALLS[calls]), prompt(LONG))
 

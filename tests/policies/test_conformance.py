@@ -1,7 +1,7 @@
 """Laws of every policy: a new file in conf/policy/ is tested here by being there.
 
 After every call the budget holds to the token, positions are valid and all bytes are counted; a budget that nobody
-exceeds gives the full cache; a sequence of a padded batch and a prompt in several calls keep what they keep otherwise.
+exceeds gives the full cache; a prompt in several calls keeps what it keeps otherwise.
 """
 
 import json
@@ -17,8 +17,8 @@ import torch
 from kv_crafted import Crafted, drawn
 from kv_models import prompt, tiny
 from kv_oracle import Kept
-from kv_presets import evicting, kinds, reading
-from kv_runs import QUESTION, Run, bytes_held, kept_now, noting, run_greedy
+from kv_presets import COMPOSED, evicting, kinds
+from kv_runs import QUESTION, bytes_held, kept_now, noting, run_greedy
 from parameters import few_fast
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -31,22 +31,6 @@ from kvbench.policies.stores.ragged import Ragged
 LAYERS, QUERY_HEADS, KV_HEADS = 2, 4, 2
 LENGTH, BUDGET, NEW = 56, 40, 4
 IDS = prompt(LENGTH)
-COMPOSED: dict[str, dict[str, Any]] = {
-    "ada_compactor": {},
-    "ada_critical_lagkv": {},
-    "ada_expected_attention": {},
-    "caote_cake": {},
-    "caote_expected_attention": {},
-    "caote_keydiff": {},
-    "chunkkv_ada_snapkv": {"heads": "own", "every": 2, "decode": "evict"},
-    "chunkkv_caote_h2o": {},
-    "critical_expected_attention": {},
-    "critical_h2o": {},
-    "critical_leverage": {},
-    "p2a_snapkv": {"window": 8},
-    "vase": {"window": 8, "every": 8},
-}
-"""Wrappers before scorers that ask for the model's layer, remember or select chunks, and fields that are no preset."""
 EVERY_KIND = [*kinds(), *COMPOSED]
 EVERY_PRESET = pytest.mark.slow("runs every preset")
 
@@ -97,7 +81,7 @@ def assert_sound(policy: Policy, length: int, kv_heads: int = KV_HEADS) -> None:
             each = BUDGET
 
 
-@pytest.mark.parametrize("slug", [*evicting(), *COMPOSED])
+@pytest.mark.parametrize("slug", few_fast([*evicting(), *COMPOSED], EVERY_KIND, EVERY_PRESET))
 def test_the_budget_holds_and_bytes_are_counted_after_every_call(built: Callable[..., Policy], slug: str) -> None:
     assert_sound(built(slug), LENGTH)
 
@@ -112,7 +96,7 @@ def test_the_budget_holds_around_a_prompt_as_long_as_it_for_every_group_size(
     assert_sound(built(slug), *size)
 
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
+TOLERANCE = {torch.float64: 1e-9, torch.bfloat16: 0.1}
 """Largest difference of logits, in their standard deviation; a missing token moves them by about 1.
 
 In 16 bits, policies that sum up rows of attention round the rows; PyTorch's own kernel does not.
@@ -120,7 +104,7 @@ In 16 bits, policies that sum up rows of attention round the rows; PyTorch's own
 
 
 @pytest.mark.parametrize("slug", EVERY_KIND)
-def test_a_budget_that_is_not_exceeded_gives_the_full_cache_in_every_dtype(
+def test_a_budget_that_is_not_exceeded_gives_the_full_cache_in_64_and_16_bits(
     built: Callable[..., Policy], slug: str
 ) -> None:
     policy = built(slug, LENGTH + NEW)
@@ -133,50 +117,6 @@ def test_a_budget_that_is_not_exceeded_gives_the_full_cache_in_every_dtype(
         (kept, logits), (held, expected) = in_calls(policy, [LENGTH], dtype), full_cache(dtype)
         assert kept == held
         assert float((logits - expected)[:, -NEW - 1 :].abs().max() / expected.std()) <= tolerance, dtype
-
-
-def assert_rows_alone(policy: Policy, lengths: Sequence[int]) -> None:
-    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
-    batch = run_greedy(model(), prompts, policy, NEW)
-    for row, ids in enumerate(prompts):
-        alone = run_greedy(model(), [ids], policy, NEW)
-        assert batch.of_row(row)[-NEW:] == alone.of_row(0)[-NEW:]
-        assert batch.tokens[row] == alone.tokens[0]
-        assert_same_contents(batch, row, alone)
-
-
-def assert_same_contents(batch: Run, row: int, alone: Run) -> None:
-    """Keys and values by position; merging changes them."""
-    for mine, its in zip(batch.cache.layers, alone.cache.layers, strict=True):
-        slots = mine.positions[row].shape[-1]
-        order, other = mine.positions[row].argsort(-1), its.positions[0].argsort(-1)
-        for name in ("keys", "values"):
-            x = getattr(mine, name)[row].gather(1, order[..., None].expand(-1, -1, getattr(mine, name).shape[-1]))
-            y = getattr(its, name)[0].gather(1, other[..., None].expand(-1, -1, getattr(its, name).shape[-1]))
-            held, same = mine.positions[row].gather(1, order) >= 0, its.positions[0].gather(1, other) >= 0
-            torch.testing.assert_close(x[held], y[same], rtol=1e-8, atol=1e-8, msg=f"{slots} slots: {name}")
-
-
-@pytest.mark.parametrize(
-    "slug", few_fast(sorted({*EVERY_KIND, *reading(), *evicting()}), [*EVERY_KIND, *reading()], EVERY_PRESET)
-)
-def test_a_sequence_is_equal_alone_and_in_a_padded_batch(built: Callable[..., Policy], slug: str) -> None:
-    assert_rows_alone(built(slug), (LENGTH, LENGTH - 9))
-
-
-@pytest.mark.parametrize(
-    ("slug", "fields"),
-    [
-        *((slug, {"late": True, "decode": "evict"}) for slug in ("h2o", "d2o", "snapkv")),
-        ("cam", {"store": {"_target_": "kvbench.policies.stores.ragged.Ragged"}}),
-        ("d2o", {"tau_scope": "layer", "similarity": "separate"}),
-        ("cake", {"cascading": False}),
-        ("kvec", {"decode": "evict", "window": 2, "extended": 4}),
-    ],
-    ids=str,
-)
-def test_a_sequence_with_other_fields_is_equal_alone_and_in_a_padded_batch(slug: str, fields: dict[str, Any]) -> None:
-    assert_rows_alone(make_policy(slug, BUDGET, **fields), (LENGTH, BUDGET + 1, BUDGET - 7))
 
 
 def in_calls(policy: Policy, sizes: Sequence[int], dtype: torch.dtype = torch.float64) -> tuple[list[Kept], Tensor]:

@@ -1,6 +1,7 @@
 """Presets for laws that hold of all of them: a new file in conf/policy/ is among them by being there."""
 
 from functools import cache
+from typing import Any
 
 from kvbench import make_policy
 from kvbench.config.compose import read_all
@@ -69,3 +70,31 @@ def kinds() -> list[str]:
             parts = (policy.scorer, policy.value, policy.allocator, policy.merger, policy.store, policy.schedule)
             first.setdefault(tuple(type(part) for part in parts), slug)
     return sorted(first.values())
+
+
+COMPOSED: dict[str, dict[str, Any]] = {
+    "ada_compactor": {},
+    "ada_critical_lagkv": {},
+    "ada_expected_attention": {},
+    "caote_cake": {},
+    "caote_expected_attention": {},
+    "caote_keydiff": {},
+    "chunkkv_ada_snapkv": {"heads": "own", "every": 2, "decode": "evict"},
+    "chunkkv_caote_h2o": {},
+    "critical_expected_attention": {},
+    "critical_h2o": {},
+    "critical_leverage": {},
+    "p2a_snapkv": {"window": 8},
+    "vase": {"window": 8, "every": 8},
+}
+"""Wrappers before scorers that ask for the model's layer, remember or select chunks, and fields that are no preset."""
+
+SMALL_GROUPS: dict[str, dict[str, Any]] = {
+    "kivi": {"group": 8, "residual": 16},
+    "ott": {"group": 8, "residual": 5, "auxiliary": 4, "skip_layers": [0]},
+    "kcvc": {"group": 8, "residual": 8},
+    "gear": {"group": 8, "gap": 12},
+    "zipcache": {"gap": 12},
+}
+STORES = {name: SMALL_GROUPS.get(name, {}) for name in stores()} | {"nvfp4": {"group": 8}}
+"""Stores with groups that short prompts fill."""

@@ -40,7 +40,7 @@ def kept_now(cache: KVCache) -> list[Kept]:
     layers = [layer.positions for layer in cache.attention_layers]
     rows = range(layers[0].shape[0])
     return [
-        [[tuple(sorted(int(p) for p in head if p >= 0)) for head in positions[row]] for positions in layers]
+        [[tuple(sorted(p for p in head if p >= 0)) for head in positions[row].tolist()] for positions in layers]
         for row in rows
     ]
 
@@ -194,6 +194,8 @@ def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
     name = f"{row.policy.name}, budget {row.policy.budget}, {row.request.length} tokens"
     assert (row.tokens, row.decode_steps) == (alone.tokens[0], alone.decode_steps), name
     assert kept_now(row.cache) == kept_now(alone.cache), name
+    for mine, its in zip(row.cache.attention_layers, alone.cache.attention_layers, strict=True):
+        torch.testing.assert_close(by_position(mine), by_position(its), atol=1e-4, rtol=1e-4, msg=f"{name}: contents")
     for size in ("seen", "nbytes", "peak_nbytes", "spare_nbytes"):
         assert getattr(row.cache, size) == getattr(alone.cache, size), f"{name}: {size}"
     mine, its = row.cache.sequence, alone.cache.sequence
@@ -201,6 +203,14 @@ def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
     assert mine.states.keys() == its.states.keys(), name
     for state in mine.states:
         torch.testing.assert_close(mine.states[state], its.states[state], atol=1e-4, rtol=1e-4)
+
+
+def by_position(layer: KVLayer) -> tuple[Tensor, Tensor]:
+    """Keys and values [N,D] of a sequence's tokens in a layer, by KV head and position; merging changes them."""
+    order = layer.positions[0].argsort(-1)
+    held = layer.positions[0].gather(-1, order) >= 0
+    keys, values = (x[0].gather(1, order[..., None].expand(-1, -1, x.shape[-1])) for x in (layer.keys, layer.values))
+    return keys[held], values[held]
 
 
 def assert_rows_alone(model: PreTrainedModel, policies: Sequence[Policy], lengths: Sequence[int], new: int) -> None:

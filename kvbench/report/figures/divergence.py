@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvbench.report.figures import score
-from kvbench.report.figures.panels import notes, panels_of
+from kvbench.report.figures.panels import notes, panels_of, several_models
 from kvbench.report.figures.sheet import Paper, Sheet
 from kvbench.report.figures.style import Look, by_factors
 from kvbench.results.divergence import by_position
@@ -38,7 +38,7 @@ def against_position(rows: Sequence[Result], looks: Mapping[str, Look], paper: P
         sheet = Sheet(len(panels), 3, *(score.ALONE if len(panels) == 1 else score.AMONG), paper)
         for index, (panel, axes) in enumerate(zip(panels, sheet.axes, strict=True)):
             _panel(axes, panel.rows, looks)
-            sheet.set_title(axes, f"{paper.task(panel.task)}, {panel.model}")
+            sheet.set_title(axes, panel.title(paper, several_models(panels)))
             if sheet.is_bottom(index):
                 axes.set_xlabel("token of the answer")
             if sheet.is_left(index):

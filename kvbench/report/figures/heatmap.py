@@ -10,7 +10,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvbench.report.figures.panels import Panel, notes, panels_of
+from kvbench.report.figures.panels import notes, panels_of, several_models
 from kvbench.report.figures.sheet import Paper, Sheet
 from kvbench.report.figures.style import HEAT, INK, PAPER, Look, shown
 from kvbench.results.result import Result
@@ -23,10 +23,12 @@ Cells = Mapping[tuple[float, float], float]  # by length in tokens and depth in 
 def needle_maps(rows: Sequence[Result], _: Mapping[str, Look], paper: Paper) -> list[tuple[str, Figure]]:
     """One figure for each task and model with examples that have a length and a depth."""
     found = []
-    for panel in panels_of(rows):
+    panels = panels_of(rows)
+    for panel in panels:
         maps = {row: grid for row in panel.rows if (grid := grid_of(row.samples))}
         if any(len({depth for _, depth in grid}) > 1 for grid in maps.values()):
-            found.append((f"heatmap-{panel.task}-{panel.model}", _figure(panel, maps, paper)))
+            title = panel.title(paper, several_models(panels))
+            found.append((f"heatmap-{panel.task}-{panel.model}", _figure(title, maps, paper)))
     return [("heatmap", found[0][1])] if len(found) == 1 else found
 
 
@@ -49,7 +51,7 @@ def grid_of(samples: Sequence[Sample]) -> dict[tuple[float, float], float]:
     return {(length, depth * 100 if share else depth): fmean(scores) for (length, depth), scores in members.items()}
 
 
-def _figure(panel: Panel, maps: Mapping[Result, Cells], paper: Paper) -> Figure:
+def _figure(about: str, maps: Mapping[Result, Cells], paper: Paper) -> Figure:
     """One map per run, the full cache last; for a single prompt length, one map with one row per run."""
     lengths, depths = (sorted({place[axis] for grid in maps.values() for place in grid}) for axis in (0, 1))
     order = sorted(maps, key=lambda row: row.budget is None)
@@ -64,9 +66,9 @@ def _figure(panel: Panel, maps: Mapping[Result, Cells], paper: Paper) -> Figure:
         _map(sheet.axes[0], cells, depths, [float(row) for row in range(len(maps))])
         sheet.axes[0].set_yticks(range(len(maps)), titles)
         _ticks(sheet.axes[0], "x", [f"{depth:.3g}" for depth in depths], "depth of the needle (%)")
-        title = f"Score by depth of the needle, prompts of {lengths[0]:g} tokens"
+        title = f"{about}: score by depth of the needle, prompts of {lengths[0]:g} tokens"
     else:
-        title = "Score by length and depth of the needle"
+        title = f"{about}: score by length and depth of the needle"
         sheet = Sheet(len(maps), 4, max(0.3 * len(lengths) + 0.6, 2.2), max(0.15 * len(depths), 1.1) + 0.6, paper)
         for index, (row, axes) in enumerate(zip(order, sheet.axes, strict=True)):
             _map(axes, maps[row], lengths, depths)
@@ -81,11 +83,7 @@ def _figure(panel: Panel, maps: Mapping[Result, Cells], paper: Paper) -> Figure:
     place = {"fraction": min(0.15, 0.5 / wide), "shrink": tall / high, "aspect": tall / 0.13, "anchor": (0.0, 1.0)}
     bar = sheet.figure.colorbar(sheet.axes[0].images[0], ax=sheet.axes, label="score", **place)
     bar.ax.grid(visible=False)
-    below = [
-        *notes(order),
-        f"Task: {paper.task(panel.task)}. After each name: the budget and the mean over all examples.",
-    ]
-    return sheet.finish(title, below)
+    return sheet.finish(title, notes(order, "After each name: the budget and the mean over all examples."))
 
 
 def _map(axes: Axes, cells: Cells, across: Sequence[float], down: Sequence[float]) -> None:

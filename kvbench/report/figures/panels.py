@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbench.report.figures.sheet import Paper
 from kvbench.report.figures.style import Look, family, palette
 from kvbench.results.columns import read_table
 from kvbench.results.labels import in_words
@@ -20,6 +21,11 @@ class Panel:
     model: str
     task: str
     rows: tuple[Result, ...]
+
+    def title(self, paper: Paper, several_models: bool) -> str:
+        """The task, and the model if the panels have several."""
+        task = paper.task(self.task)
+        return f"{task}, {self.model}" if several_models else task
 
 
 def read(place: Path) -> list[Result]:
@@ -50,6 +56,11 @@ def rank(row: Result) -> tuple[bool, str, bool, int, str]:
     """The sort key of policies: the full cache, then by family with the plain method first, as in `style.palette`."""
     name = family(row.identity["policy"])
     return not row.is_full, name, not row.line.startswith(name), len(row.line), row.line
+
+
+def several_models(panels: Iterable[Panel]) -> bool:
+    """Whether titles have to name the model."""
+    return len({panel.model for panel in panels}) > 1
 
 
 def looks(rows: Iterable[Result]) -> Mapping[str, Look]:

@@ -11,7 +11,7 @@ from typing import Literal
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvbench.report.figures.panels import Panel, notes, panels_of
+from kvbench.report.figures.panels import Panel, notes, panels_of, several_models
 from kvbench.report.figures.sheet import Paper, Sheet
 from kvbench.report.figures.style import FAINT, Look, by_factors, byte_unit, shown, side_by_side, with_intervals
 from kvbench.results.result import Result
@@ -103,11 +103,10 @@ def _figure(
     panels = [(panel, axis) for panel, axis in axes_of if any(map(axis.has, panel.rows))]
     sheet = Sheet(len(panels), 3, *(ALONE if len(panels) == 1 else AMONG), paper)
     beside = False
-    several_models = len({panel.model for panel, _ in panels}) > 1
+    several = several_models(panel for panel, _ in panels)
     for index, ((panel, axis), axes) in enumerate(zip(panels, sheet.axes, strict=True)):
         beside = _draw(axes, panel, axis, looks, paper) or beside
-        task = paper.task(panel.task)
-        sheet.set_title(axes, f"{task}, {panel.model}" if several_models else task)
+        sheet.set_title(axes, panel.title(paper, several))
         if sheet.is_bottom(index):
             axes.set_xlabel(axis.label)
         if sheet.is_left(index):

@@ -142,7 +142,8 @@ class Sheet:
         if not found:
             return None
         each = 0.6 + 0.006 * rcParams["font.size"] * max(len(line) for name in found for line in name.split("\n"))
-        columns = max(1, min(len(found), int((wide - 2 * EDGE) / each)))
+        most = max(1, min(len(found), int((wide - 2 * EDGE) / each)))
+        columns = -(-len(found) // -(-len(found) // most))  # rows of equal length
         look: dict[str, Any] = {"loc": "lower center", "handlelength": 3, "borderaxespad": 0, "columnspacing": 1.6}
         return self.figure.legend(list(found.values()), list(found), ncols=columns, **look)
 

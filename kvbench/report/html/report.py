@@ -66,7 +66,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
 
     from kvbench.report.changes import changes_table
     from kvbench.report.evidence import evidence_table, has_evidence
-    from kvbench.report.table import measure
+    from kvbench.report.table import against, measure
     from kvbench.results.labels import flat
 
     with from_extra("report", "a report"):
@@ -85,7 +85,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     filters = {"budget": tables.budget_text, "amount": tables.amount, "number": tables.number, "cost": tables.cost_text}
-    filters |= {"measure": measure, "interval": _interval, "breakable": _breakable}
+    filters |= {"measure": measure, "against": against, "interval": _interval, "breakable": _breakable}
     environment.filters.update(filters)
     parts = {row.line: flat({k: v for k, v in row.identity["policy"].items() if k != "class"}) for row in rows}
     return environment.get_template("report.html").render(
@@ -93,6 +93,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
         rows=rows,
         runs=sum(row.n_seeds or 1 for row in rows),
         left_out=sorted({row.line for row in rows} - {row.line for row in detailed}),
+        models=len({row.model_label for row in rows}),
         recurrent=any(row.state_bytes for row in rows),
         kinds=[(kind, [g for g in groups if g.rows[0].measure == kind]) for kind in ("score", "NLL", "KL")],
         to_full={row: one for group in groups for row, one in tables.to_full(group).items()},
@@ -117,15 +118,15 @@ def _interval(text: str) -> Markup:
     """A number in the notation of all tables, with its interval in small print."""
     from markupsafe import Markup
 
-    value, space, ends = text.partition(" ")
-    return Markup("{}{}<small>{}</small>").format(value, space, ends) if ends else Markup("{}").format(value)
+    value, bracket, ends = text.partition(" (")
+    return Markup("{} <small>({}</small>").format(value, ends) if bracket else Markup("{}").format(value)
 
 
 def _breakable(label: str) -> Markup:
     """A label that a narrow table breaks behind its signs, and not inside of words."""
     from markupsafe import Markup
 
-    return Markup("<wbr>").join(re.findall(r".+?(?:[_(,=]|$)", label)) if label else Markup("")
+    return Markup("<wbr>").join(re.findall(r".+?(?:[_,=]|$)", label)) if label else Markup("")
 
 
 def _detailed(rows: Sequence[Result]) -> list[Result]:
@@ -156,27 +157,32 @@ def _figures(rows: Sequence[Result]) -> list[tuple[str, str, str]]:
             for name, figure in found:
                 image = b64encode(encoded(figure, ".svg")).decode()
                 drawn.setdefault(name, []).append(f"data:image/svg+xml;base64,{image}")
-    lines = ", ".join(dict.fromkeys(row.line for row in rows))
-    pairs = []
-    for name, (light, dark_one) in drawn.items():
-        kind = next((kind for kind in _SEEN if name.startswith(kind)), "")
-        seen = _extremes(rows) if kind in ("budget", "bytes") else ""
-        pairs.append((f"{_SEEN.get(kind, name)}. {seen}Shown: {lines}.", light, dark_one))
-    return pairs
+    return [(_seen(name, rows), light, dark_one) for name, (light, dark_one) in drawn.items()]
+
+
+def _seen(name: str, rows: Sequence[Result]) -> str:
+    """What there is to see in a figure, in words: its kind, the best and the worst policies, and all policies."""
+    kind = next((kind for kind in _SEEN if name.startswith(kind)), "")
+    own = [row for row in rows if name == f"{kind}-{row.task_label}-{row.model_label}"] or rows
+    measured = "KL" if kind.startswith("kl") else "NLL" if kind == "nll" else "score"
+    best = "" if kind == "layers" else _extremes([row for row in own if row.measure == measured])
+    return f"{_SEEN.get(kind, name)}. {best}Shown: {', '.join(dict.fromkeys(row.line for row in own))}."
 
 
 def _extremes(rows: Sequence[Result]) -> str:
-    """The best and the worst policy of every task and budget, and the full cache, in words."""
-    groups: dict[tuple[str, object], list[Result]] = {}
+    """The best and the worst policy of every model, task and budget, and the full cache, in words."""
+    groups: dict[tuple[str, str, object], list[Result]] = {}
     for row in rows:
-        if row.measure == "score" and row.score is not None:
-            groups.setdefault((row.task_label, None if row.is_full else row.budget), []).append(row)
+        if row.value is not None:
+            key = row.model_label, row.task_label, None if row.is_full else row.budget
+            groups.setdefault(key, []).append(row)
+    several = len({model for model, _, _ in groups}) > 1
     words = []
-    for (task, budget), own in groups.items():
-        best, worst = (choose(own, key=lambda row: row.score) for choose in (max, min))
+    for (model, task, budget), own in groups.items():
+        order = sorted(own, key=lambda row: (row.value or 0) * (-1 if row.measure == "score" else 1))
+        ends = ", ".join(f"{row.line} {row.value:.3g}" for row in dict.fromkeys((order[0], order[-1])))
         at = "" if budget is None else f" at budget {budget}"
-        ends = [best] if best is worst else [best, worst]
-        words.append(f"{task}{at}: " + ", ".join(f"{row.line} {row.score:.2f}" for row in ends))
+        words.append(f"{f'{model}, ' * several}{task}{at}: {ends}")
     more = "; ..." if len(words) > MOST_WORDS else ""
     return f"Best and worst: {'; '.join(words[:MOST_WORDS])}{more}. " if words else ""
 
@@ -187,9 +193,12 @@ MOST_WORDS = 12
 
 _SEEN = {
     "budget": "Score against the budget, one line per policy, with 95% intervals",
-    "bytes": "Score against the bytes that the cache holds, one line per policy with 95% intervals",
-    "heatmap": "Needle tests: scores by length and depth, one map per policy",
+    "bytes": "Score against the bytes that the cache holds, one line per policy, with 95% intervals",
+    "heatmap": "Needle tests: scores by length and depth, one map per policy, from dark blue (0) to yellow (1)",
     "nll": "NLL against the length of the context, one line per policy",
+    "kl-budget": "Divergence from full (KL) against the budget, one line per policy, with 95% intervals",
+    "kl-bytes": "Divergence from full (KL) against the bytes that the cache holds, one line per policy",
+    "kl-position": "Divergence from full (KL) by position in the answer, one line per policy",
     "evidence": "Right answers, and whether the evidence of wrong ones is held, one bar per policy and budget",
     "layers": "Tokens that each layer holds, one line per policy",
 }
@@ -206,7 +215,7 @@ def _facts(rows: Sequence[Result]) -> list[tuple[str, str]]:
         "model": [f"{row.model_label} ({row.weights})" for row in rows],
         "dtype": [row.identity["dtype"] for row in rows],
         "decoding": [row.identity["generation"]["decoding"] for row in rows],
-        "seed": [row.identity["seed"] for row in rows],
+        "seed": [seed for row in rows for seed in row.seeds or (row.identity["seed"],)],
         "kvbench revision": [place["kvbench_revision"] or "unknown" for place in places],
         "hardware": [machine(place) for place in places],
         "python": [place["python"] for place in places],

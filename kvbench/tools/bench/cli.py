@@ -63,7 +63,7 @@ def run(name: str, settings: Settings) -> None:
     import pandas as pd  # imported here, so that --help is fast
     import torch
 
-    from kvbench.models.loading import pick_device
+    from kvbench.models.devices import description, pick_device
     from kvbench.results.session import environment
     from kvbench.tools.bench import latency, measure, sweep
     from kvbench.tools.bench.model import build
@@ -78,7 +78,7 @@ def run(name: str, settings: Settings) -> None:
     for remark in [] if shared else measure.contenders(settings)[1]:
         sys.stderr.write(f"kvbench: {remark}\n")
     model, model_name = build(settings.model, settings.dtype, device)
-    stamp = _stamp(environment(device), model_name, str(model.dtype).removeprefix("torch."))
+    stamp = _stamp(environment(description(device)), model_name, str(model.dtype).removeprefix("torch."))
     sys.stdout.write(f"{model_name}, {stamp['dtype']}, {stamp['hardware']}\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # the libraries' objects: a collection before every measurement would visit them all

@@ -11,11 +11,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from kvbench.models.devices import copy_rate
 from kvbench.tools.bench.measure import (
     Contender,
     Timing,
     contenders,
-    copy_rate,
     fits,
     measure,
     out_of_memory,

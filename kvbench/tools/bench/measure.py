@@ -5,14 +5,10 @@ Shapes: B batch, T prompt tokens.
 
 from __future__ import annotations
 
-import gc
-import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +16,15 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvbench.cache.hook import attention
-from kvbench.cache.joining import can_record
 from kvbench.config.presets import make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.memory import free
 from kvbench.engine.sequence import Request, script_of
 from kvbench.errors import UsageError
 from kvbench.models.cache_shapes import from_config
+from kvbench.models.devices import free, process_peak, records_steps, reset_process_peak, seconds
 from kvbench.models.given import borrowed
+from kvbench.models.replay import records
 from kvbench.policies.policy import Policy
 from kvbench.policies.press import INSTALL
 from kvbench.tools.bench.settings import Settings
@@ -112,18 +108,6 @@ def random_prompt(model: PreTrainedModel, batch: int, length: int) -> Tensor:
     return torch.randint(vocabulary, (batch, length), generator=generator, device=model.device)
 
 
-def copy_rate(device: torch.device) -> float:
-    """Bytes per second of a large copy on a device, those read and those written; the best of some copies."""
-    size = min(2**30 if device.type == "cuda" else 2**28, free(device) // 8)
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target, best = torch.empty_like(source), 0.0
-    for _ in range(6):
-        start = seconds(device)
-        target.copy_(source)
-        best = max(best, 2 * size / (seconds(device) - start))
-    return best
-
-
 def weights_read(model: PreTrainedModel) -> int | None:
     """Bytes of the weights that every decoding step reads: all but those of input embeddings that are no output too.
 
@@ -154,17 +138,17 @@ def fits(model: PreTrainedModel, contender: Contender, batch: int, length: int) 
 
 def measure(model: PreTrainedModel, contender: Contender, ids: Tensor, new_tokens: int) -> Timing:
     """Generate `new_tokens` after ids [B,T], greedily. Out-of-memory errors are raised."""
-    reset_peak(model.device)
+    reset_process_peak(model.device)
     policy = contender.policy
     if policy is None:
         return _transformers(model, ids, new_tokens)
     requests = [Request(script_of(row), new_tokens, min_new_tokens=new_tokens) for row in ids.split(1)]
-    batch = DecodeBatch(model, model.device.type == "cuda", strict=False)
+    batch = DecodeBatch(model, records_steps(model.device), strict=False)
     if policy.generator is None and len(batch.together(requests)) == 1:
         with borrowed(model):
             return _steps(batch, requests, policy)
     prefill, decode, steps, held, tokens = alone(model, policy, ids, new_tokens)
-    return Timing(1e3 * prefill, 1e3 * decode / steps, held, peak(model.device), tokens)
+    return Timing(1e3 * prefill, 1e3 * decode / steps, held, process_peak(model.device), tokens)
 
 
 @torch.inference_mode()
@@ -186,14 +170,14 @@ def _steps(batch: DecodeBatch, requests: Sequence[Request], policy: Policy) -> T
     start, prefilled, *_, begun, end = times
     held = sum(sequence.cache.nbytes for sequence in sequences if sequence.cache is not None)
     tokens = [sequence.tokens for sequence in sequences]
-    return Timing(1e3 * (prefilled - start), 1e3 * (end - begun) / (steps - warm), held, peak(device), tokens)
+    return Timing(1e3 * (prefilled - start), 1e3 * (end - begun) / (steps - warm), held, process_peak(device), tokens)
 
 
 def alone(
     model: PreTrainedModel, policy: Policy, ids: Tensor, new_tokens: int
 ) -> tuple[float, float, int, int, list[list[int]]]:
     """Generate with one policy: seconds of prefill and of decoding, decoding steps, bytes held, tokens."""
-    graph = model.device.type == "cuda" and can_record(policy)
+    graph = records(policy, model.device)
     with borrowed(model):
         done = generate_tokens(
             model, ids, policy, max_new_tokens=new_tokens, min_new_tokens=new_tokens, cuda_graph=graph
@@ -219,39 +203,7 @@ def _transformers(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> Timin
     start, prefilled, end = times
     per_step = 1e3 * (end - prefilled) / (new_tokens - 1)
     tokens = torch.cat(written, dim=1).tolist()
-    return Timing(1e3 * (prefilled - start), per_step, held, peak(model.device), tokens)
-
-
-def seconds(device: torch.device) -> float:
-    """A monotonic clock, read after the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def reset_peak(device: torch.device) -> None:
-    """Free the memory of earlier measurements, and reset the recorded peak."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of the resident size is reset
-        except OSError:
-            return
-
-
-def peak(device: torch.device) -> int | None:
-    """The peak memory since `reset_peak`; see `Timing`."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    return int(found[1]) * 1024 if found else None
+    return Timing(1e3 * (prefilled - start), per_step, held, process_peak(model.device), tokens)
 
 
 def out_of_memory(error: RuntimeError) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from kvbench.config.compose import find, read
 from kvbench.errors import UsageError, unknown
+from kvbench.models.devices import free
 from kvbench.models.files import ModelSpec
 from kvbench.models.loading import DTYPES, load, locate
 
@@ -44,18 +44,12 @@ def _random(config: PreTrainedConfig, dtype: str, device: torch.device) -> PreTr
     kind: Any = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
     with torch.device("meta"):
         weights = AutoModelForCausalLM.from_config(config, dtype=kind).num_parameters() * kind.itemsize
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
-    if weights > free:
+    if weights > (there := free(device)):
         raise UsageError(
-            f"the weights need {weights / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free: use fewer "
+            f"the weights need {weights / 2**30:.1f} GiB and {device} has {there / 2**30:.1f} GiB free: use fewer "
             "layers (model.num_hidden_layers=2) or another model (model=pocket)"
         )
     torch.manual_seed(0)
     with torch.device(device):
         built: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=kind).eval()
     return built
-
-
-def _free_memory() -> int:
-    """Free bytes of the machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request, script_of
+from kvbench.models.devices import records_steps, reset_process_peak, seconds
 from kvbench.models.given import borrowed
 from kvbench.policies.policy import Policy
 from kvbench.tools.bench.latency import MIB, spread
-from kvbench.tools.bench.measure import alone, random_prompt, reset_peak, seconds, timed_policy
+from kvbench.tools.bench.measure import alone, random_prompt, timed_policy
 from kvbench.tools.bench.settings import Settings
 
 POLICIES = ["streamingllm", "snapkv", "tova", "h2o", "caote_snapkv", "cake"]
@@ -69,7 +70,7 @@ def one_by_one(model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], 
 def together(model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], new_tokens: int) -> Cost:
     """Runs all variants as one batch after one prefill. Raises the error of a variant that fails."""
     with borrowed(model):
-        batch, start = DecodeBatch(model, model.device.type == "cuda"), seconds(model.device)
+        batch, start = DecodeBatch(model, records_steps(model.device)), seconds(model.device)
         sequences = batch.admit(Request(script_of(ids), new_tokens, min_new_tokens=new_tokens), policies)
         prefilled = seconds(model.device)
         while batch.in_flight:
@@ -95,7 +96,7 @@ def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, 
     for length in sorted(settings.lengths):
         ids, rounds = random_prompt(model, 1, length), []
         for turn in range(settings.rounds + 1):
-            reset_peak(model.device)
+            reset_process_peak(model.device)
             first = one_by_one(model, ids, policies[:half], settings.new_tokens)
             shared = together(model, ids, policies, settings.new_tokens)
             single = first + one_by_one(model, ids, policies[half:], settings.new_tokens)

@@ -10,6 +10,7 @@ from kv_models import tiny, tiny_mixture
 
 from kvbench import make_policy
 from kvbench.engine.generate import generate_tokens
+from kvbench.models.devices import copy_rate
 from kvbench.models.given import borrowed
 from kvbench.tools.bench import latency, measure
 from kvbench.tools.bench.cli import main
@@ -127,7 +128,7 @@ def test_a_step_reads_input_embeddings_only_if_they_are_the_output_too() -> None
 
 
 def test_the_rate_of_a_copy_is_that_of_memory() -> None:
-    assert 1e8 < measure.copy_rate(torch.device("cpu")) < 1e12
+    assert 1e8 < copy_rate(torch.device("cpu")) < 1e12
 
 
 @pytest.mark.parametrize(

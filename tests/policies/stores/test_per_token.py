@@ -122,14 +122,14 @@ def test_rotation_spreads_one_large_channel_over_all() -> None:
 def test_evicting_while_decoding_frees_single_tokens_and_leaves_the_codes_of_the_others(
     eviction: str, store: str, vectors: int
 ) -> None:
-    """24 more tokens, one evicted for each. vectors: bytes of a key and a value of 8 numbers by the formula."""
-    model, ids = prepare(tiny("llama", dtype=torch.float32)), torch.tensor([prompt(84)])
+    """12 more tokens, one evicted for each. vectors: bytes of a key and a value of 8 numbers by the formula."""
+    model, ids = prepare(tiny("llama", dtype=torch.float32)), torch.tensor([prompt(72)])
     fields: dict[str, Any] = {"window": 8} if "snapkv" in eviction else {}
     fields |= {"store.group": 8} if store == "nvfp4" else {}
     cache = KVCache(model.config, make_policy(f"{eviction}_{store}", 40, decode="evict", **fields), prompt_length=60)
     known: dict[tuple[int, int, int], list[Tensor]] = {}
     with torch.inference_mode():
-        for call in ids.split([60] + [1] * 24, dim=1):
+        for call in ids.split([60] + [1] * 12, dim=1):
             model(call, past_key_values=cache)
             for index, layer in enumerate(cache.layers):
                 held = layer.states[0].store
@@ -145,8 +145,8 @@ def test_evicting_while_decoding_frees_single_tokens_and_leaves_the_codes_of_the
                 assert held.nbytes == sum(held.sizes().kinds.values())
                 assert tokens == 40 * 2
     cache.audit()
-    assert cache.layers[0].positions.max() == 83
-    assert len(known) == 2 * 2 * (40 + 24)
+    assert cache.layers[0].positions.max() == 71
+    assert len(known) == 2 * 2 * (40 + 12)
 
 
 def test_a_16_bit_model_reads_pytorch_float8_values() -> None:

@@ -1,12 +1,11 @@
 """Laws of all stores but the dense ones: attention from codes, bytes, batches, families, evictions before them."""
 
 from itertools import cycle
-from typing import Any
 
 import pytest
 import torch
-from kv_models import left_padded, prompt, tiny
-from kv_presets import stores
+from kv_models import prompt, tiny
+from kv_presets import SMALL_GROUPS, STORES
 from kv_runs import bytes_held
 from kv_stores import attended, feed, plain_attention, stream
 from parameters import few_fast
@@ -21,27 +20,6 @@ from kvbench.policies.stores.ott import Ott
 from kvbench.policies.stores.per_token import Fp8, Fp8PerTokenHead, Int4, Int8, Nvfp4
 from kvbench.policies.stores.store import Store
 from kvbench.policies.stores.zipcache import ZipCache
-
-SMALL: dict[str, dict[str, Any]] = {
-    "kivi": {"group": 8, "residual": 16},
-    "ott": {"group": 8, "residual": 5, "auxiliary": 4, "skip_layers": [0]},
-    "kcvc": {"group": 8, "residual": 8},
-    "gear": {"group": 8, "gap": 12},
-    "zipcache": {"gap": 12},
-}
-STORES = {name: SMALL.get(name, {}) for name in stores()} | {"nvfp4": {"group": 8}}
-
-
-LENGTHS = (50, 31, 9)
-
-
-@pytest.fixture(
-    scope="module", params=few_fast(("llama", "gemma2"), ("gemma2",), pytest.mark.slow("runs every store twice"))
-)
-def family(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """Grouped queries; gemma2 adds sliding windows (24 tokens) and soft-capped logits."""
-    return prepare(tiny(request.param))
-
 
 ATTENDING = [
     *(Kivi(bits=bits, group=group, residual=32 * (group == 32)) for bits in (2, 4, 8) for group in (32, 64, 128)),
@@ -90,31 +68,7 @@ def test_zipcaches_probes_are_counted_while_the_prompt_comes_in(model: PreTraine
     check_bytes(cache)
 
 
-@pytest.mark.parametrize("name", [*STORES, "kcvc_whole"])
-def test_a_padded_batch_comes_out_as_its_rows_alone(family: PreTrainedModel, name: str) -> None:
-    fields = {"group": None, "residual": 8} if name == "kcvc_whole" else STORES[name]
-    policy = make_policy(name.removesuffix("_whole"), **fields)
-    prompts = [prompt(length, seed=length) for length in LENGTHS]
-    alone = [
-        generate_tokens(family, torch.tensor([p]), policy, max_new_tokens=new)
-        for p, new in zip(prompts, (20, 7, 20), strict=True)
-    ]
-    ids, mask = left_padded(prompts)
-    together = generate_tokens(  # the second row stops early, and then no longer grows
-        family, ids, policy, attention_mask=mask, max_new_tokens=20, stop=lambda tokens: tokens == alone[1].tokens[0]
-    )
-    assert together.tokens == [one.tokens[0] for one in alone]
-    for layer, held in enumerate(together.cache.layers):
-        assert (held.positions < 0).any()
-        for row, one in enumerate(alone):
-            count = one.cache.layers[layer].positions.shape[2]
-            assert torch.equal(held.positions[row, :, :count], one.cache.layers[layer].positions[0])
-            for x in ("keys", "values"):
-                expected = getattr(one.cache.layers[layer], x)[0]
-                torch.testing.assert_close(getattr(held, x)[row, :, :count], expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL_GROUPS)
 def test_eight_bits_decode_nearly_as_the_full_cache(model: PreTrainedModel, name: str) -> None:
     ids = torch.tensor([prompt(90)])
     outputs = []
@@ -151,10 +105,12 @@ def test_decoding_in_one_call_or_token_by_token_is_the_same(model: PreTrainedMod
 PAIRS = [(eviction, "kivi") for eviction in ("h2o", "cake", "d2o")]
 PAIRS += [("ada_snapkv", store) for store in ("ott", "kcvc", "fp8_per_token_head")]
 PAIRS += [("snapkv", store) for store in STORES] + [("caote_snapkv", "ott"), ("caote_snapkv", "zipcache")]
+FAST = ("snapkv", "gear"), ("snapkv", "int8"), *(pair for pair in PAIRS if pair[0] != "snapkv")
 
 
-@pytest.mark.parametrize(("eviction", "store"), PAIRS)
-def test_tokens_kept_by_an_eviction_are_stored_in_codes(model: PreTrainedModel, eviction: str, store: str) -> None:
+@pytest.mark.parametrize("pair", few_fast(PAIRS, FAST, pytest.mark.slow("runs every store")), ids="_".join)
+def test_tokens_kept_by_an_eviction_are_stored_in_codes(model: PreTrainedModel, pair: tuple[str, str]) -> None:
+    eviction, store = pair
     fields = {"window": 8} if eviction in ("snapkv", "caote_snapkv", "cake", "pyramidkv", "ada_snapkv") else {}
     fields |= {"block": 16} if eviction == "caote_snapkv" else {}
     fields |= {"decode": "grow"}
@@ -183,8 +139,7 @@ def test_tokens_kept_by_an_eviction_are_stored_in_codes(model: PreTrainedModel, 
 def test_models_of_16_bits_decode_through_every_store(name: str, dtype: torch.dtype) -> None:
     model = prepare(tiny("llama", dtype=dtype))
     ids = torch.tensor([prompt(64)])
-    cache = generate_tokens(model, ids, make_policy(name, **STORES[name]), max_new_tokens=20).cache
+    cache = generate_tokens(model, ids, make_policy(name, **STORES[name]), max_new_tokens=12).cache
     assert cache.layers[0].keys.dtype == dtype
-    full = generate_tokens(model, ids, make_policy("full"), max_new_tokens=20).cache
-    assert cache.held_nbytes < full.held_nbytes
+    assert cache.held_nbytes < 2 * (64 + 11) * 2 * (2 * 8 * 2 + 4), "a position and 16 numbers of 2 bytes"
     check_bytes(cache)
