@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvbench.cache.attend import backend_of
 from kvbench.cache.cascade import can_cut, cut_to_shares
-from kvbench.cache.eviction import StepRows, compact, excess_of, note_decision, similar, takes_rows
+from kvbench.cache.compaction import compact, takes_rows
+from kvbench.cache.eviction import StepRows, excess_of, note_decision, similar
 from kvbench.cache.extra import Extra, When
 from kvbench.cache.rows import Rows
 from kvbench.cache.step import Step
