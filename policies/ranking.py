@@ -7,8 +7,9 @@ Shapes: B batch, H_kv = H KV heads, T slots.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from kvbench.kernels.selection import kept_slots
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.constants import on_device
+from kvbench.policies.stores.slots import rows_of
 
 LAST = torch.iinfo(torch.int64).max  # sorts after every position
 
@@ -174,6 +176,25 @@ class Ranking:
             lowest = key.masked_fill(stays, torch.inf).amin(-1, keepdim=True)
             stays = stays | (key > lowest)
         return self.positions.masked_fill(stays, -1).argmax(-1, keepdim=True)
+
+    def rows(self) -> "list[Ranking]":
+        """The rankings of single sequences, as views."""
+        count, tensors = len(self.scores), self._tensors()
+        if count == 1:
+            return [self]  # its tensors may be those of other policies
+        return [replace(self, **{name: x[row : row + 1] for name, x in tensors.items()}) for row in range(count)]
+
+    @staticmethod
+    def joined(rankings: "Sequence[Ranking]") -> "Ranking":
+        """Rankings of single sequences by one policy as one."""
+        parts = [ranking._tensors() for ranking in rankings]
+        whole: dict[str, Any] = {name: rows_of([own[name] for own in parts]) for name in parts[0]}
+        return replace(rankings[0], **whole)
+
+    def _tensors(self) -> dict[str, Any]:
+        """The fields that are tensors [B,...]."""
+        named = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return {name: x for name, x in named if isinstance(x, Tensor)}
 
     def protecting(self, first: Sequence[int], newest: Sequence[int]) -> "Ranking":
         """This ranking with other protected counts per sequence."""

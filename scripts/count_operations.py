@@ -2,8 +2,9 @@
 
 python scripts/count_operations.py [-o FILE.csv]. A GPU launches about one kernel for each; views are not counted. The
 model has the layers and heads of Llama-3.1-8B, tiny ones, so that it runs on a CPU in minutes: the number of operations
-does not depend on their size. As on a GPU, layers evict together, attention is summed in one piece (by about ten
-operations, where a GPU's kernel is one), and slots are taken by `gather`.
+does not depend on their size, apart from the number of layers that evict together: "as of 8,192 tokens" has as many as
+then fit. As on a GPU, layers evict together, attention is summed in one piece (by about ten operations, where a GPU's
+kernel is one), and slots are taken by `gather`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pandas as pd
 import torch
@@ -25,6 +27,7 @@ from kvbench.cache.attend import TorchBackend, TritonBackend
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request, script_of
 from kvbench.kernels import references
+from kvbench.policies.mergers import d2o
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores import slots
 from kvbench.results.session import git_revision
@@ -40,6 +43,7 @@ ON_A_GPU = (  # what this device does otherwise
     (references, "LOGITS_AT_ONCE", references.LOGITS_AT_ONCE_GPU),
     (references, "QUERIES_AT_ONCE", references.LOGITS_AT_ONCE_GPU),
     (slots, "MANY", 2**62),
+    (d2o, "SIMILARITIES_AT_ONCE", references.LOGITS_AT_ONCE_GPU),
 )
 
 
@@ -102,6 +106,18 @@ def variant(model: PreTrainedModel, slugs: list[str]) -> float:
     return (admission(model, variants)[0] - admission(model, variants[:1])[0]) / (len(variants) - 1)
 
 
+def long_prefill(model: PreTrainedModel, slug: str) -> int:
+    """The operations of a prefill in which as many layers and similarities fit as of 8,192 tokens at a budget of 1,024.
+
+    Then, keys and values are bfloat16 numbers, 128 of each head, instead of 4 in float32.
+    """
+    long, dim, budget = 8192, 128, 1024
+    fits = TritonBackend.workspace * (LENGTH * 4 * 4) // (long * dim * 2)
+    pairs = references.LOGITS_AT_ONCE_GPU * ((LENGTH - BUDGET) * BUDGET) // ((long - budget) * budget)
+    with patch.object(TorchBackend, "workspace", fits), patch.object(d2o, "SIMILARITIES_AT_ONCE", pairs):
+        return admission(model, [make_policy(slug, BUDGET)])[0]
+
+
 @torch.inference_mode()
 def rows(model: PreTrainedModel) -> list[dict[str, Any]]:
     """What is counted, for which policy, and the operations: all and per layer."""
@@ -115,6 +131,8 @@ def rows(model: PreTrainedModel) -> list[dict[str, Any]]:
         batch.step()
         note("prefill", slug, prefill)
         note("decoded token", slug, counted(batch.step))
+    for slug in ("h2o", "d2o"):
+        note("prefill, as of 8192 tokens", slug, long_prefill(model, slug))
     for slug in BLOCKS:
         policy = make_policy(slug, BUDGET, schedule="blocks", block=BLOCK)
         note("block at the budget", slug, block(model, policy))

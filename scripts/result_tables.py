@@ -237,8 +237,9 @@ def _to_base(found: pd.DataFrame) -> list[dict[str, Any]]:
 def leaderboard(found: pd.DataFrame, control: pd.DataFrame | None) -> pd.DataFrame:
     """A row for each policy and budget: the mean of the tasks, its difference to `full`, and the score of every task.
 
-    Only tasks of which the full cache solves 0.3 or more. A policy without one of these tasks is left out. p_holm: p
-    corrected for all rows. Policies without samples here come from the table `control`, which has no bytes.
+    Only tasks of which the full cache solves 0.3 or more. A policy without one of these tasks, or with fewer examples
+    of it than `full`, is left out. p_holm: p corrected for all rows. Policies without samples here come from the table
+    `control`, which has no bytes.
     """
     full = found[found.policy == "full"].groupby("task").score.mean()
     tasks = sorted(full.index[full >= SOLVED])
@@ -246,7 +247,7 @@ def leaderboard(found: pd.DataFrame, control: pd.DataFrame | None) -> pd.DataFra
     rows, compared = [], {}
     for (policy, budget), some in found[found.task.isin(tasks)].groupby(["policy", "budget"], dropna=False):
         groups = {task: own.score.tolist() for task, own in some.groupby("task")}
-        if sorted(groups) != tasks:
+        if sorted(groups) != tasks or len(some) < whole.index.isin(tasks, level="task").sum():
             continue
         interval, means = stratified_interval([*groups.values()]), {k: sum(v) / len(v) for k, v in groups.items()}
         own = some.set_index(["task", "example"])

@@ -22,7 +22,7 @@ class Budgets:
         self._layers = layers
         self.opened = self.prompt = self.question = 0
         self._shares: list[int] = []  # slots of each layer, once they are asked for
-        self._statistics: list[list[float]] = []  # of the layers measured so far
+        self._statistics: dict[int, list[float]] = {}  # of the layers measured so far
         self._before = [0] * layers  # allowed when the newest prompt began
         self._after: list[int] = []  # allowed after the eviction of the newest prompt, once it is asked for
 
@@ -31,7 +31,7 @@ class Budgets:
         if opened:
             self._before = self.promise(opened) if self._policy.evicts else self._before
         self.opened, self.prompt, self.question = opened, prompt, question
-        self._shares, self._statistics, self._after = [], [], []
+        self._shares, self._statistics, self._after = [], {}, []
 
     @property
     def shares(self) -> list[int]:
@@ -78,15 +78,16 @@ class Budgets:
         assert isinstance(allocator, StatisticAllocator)
         return allocator.leaves_whole(self._length, self._total, self._layers, self._least)
 
-    def measured(self, statistic: list[float]) -> None:
-        """Store the allocator's statistic of one more layer."""
-        self._statistics.append(statistic)
+    def measured(self, layer: int, statistic: list[float]) -> None:
+        """Store the allocator's statistic of one more layer, in any order."""
+        self._statistics[layer] = statistic
 
     def share(self) -> None:
         """Divide the total budget of a prompt that exceeds it among the layers measured so far."""
         allocator, total, measured = self._policy.allocator, self._total, len(self._statistics)
         assert isinstance(allocator, StatisticAllocator)
-        found = allocator.share(self._statistics, total, self._layers, self._least, self._length)
+        statistics = [self._statistics[layer] for layer in range(measured)]
+        found = allocator.share(statistics, total, self._layers, self._least, self._length)
         if allocator.exact:
             rest = self._least * (self._layers - measured)
             assert all(self._least <= budget <= self._length for budget in found), "a share must be within its bounds"

@@ -169,7 +169,7 @@ class KVCache(Cache):
         if any(sequence.policy.needs.model for sequence in self.sequences):
             params = params._replace(model=model_layer(module, queries))
         for extra in self.extras:
-            extra.begin_layer()
+            extra.between_layers()
         attend = self._attend_prompt if self.one_prompt else self._attend_rows
         if self.tables.running:
             attend = self._attend_tables

@@ -2,9 +2,9 @@
 
 Which: after a step, every layer with more tokens than its budget, if the schedule evicts. When: together with other
 layers and sequences, as rows of one batch, as many as fit the workspace of the backend; at once where a part of the
-policy is that of a single layer; or when an extra says so. How: score, rank, select, and compact. Sequences that evict
-one token after each decoded one are in a table, whose groups overwrite the slot of the evicted token
-(`kvbench.cache.group`).
+policy is that of a single layer; or when an extra says so. How: score, rank, select, and compact
+(`kvbench.cache.compaction`). Sequences that evict one token after each decoded one are in a table, whose groups
+overwrite the slot of the evicted token (`kvbench.cache.group`).
 
 Shapes: n layers that evict together, H_kv KV heads, T slots, D head dim.
 """
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 from kvbench.cache import attend as backends
+from kvbench.cache.compaction import cascades, compact, takes_rows
 from kvbench.cache.extra import Extra, When
-from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.rows import LazyObservation, Rows, evict
 from kvbench.cache.step import Step
 from kvbench.kernels.references import FEW_QUERIES
-from kvbench.policies.allocators.allocator import Allocator
-from kvbench.policies.mergers.merger import Eviction
-from kvbench.policies.observation import Observation, State, StepCache
+from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.observation import Observation, StepCache
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.selections.fair import Fair
-from kvbench.policies.stores.paged import PagedStore
-from kvbench.policies.stores.slot_store import SlotStore, keep_together
-from kvbench.policies.stores.slots import copy_each, rows_of, slots_in_order
-from kvbench.policies.stores.store import LayerStore
+from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.slots import copy_each, rows_of
+
+SUCH = 4
+"""Tensors as large as the statistics, or the attention rows, that an allocator or a merger computes with."""
 
 
 class Evictions:
@@ -58,7 +58,7 @@ class Evictions:
             self._workspace[key] = max(self._workspace.get(key, 0), workspace(step))
             return False
         if when == "now" and step.observed:
-            evict(StepRows([step]))
+            evict(self._rows([step], {}))
         if attended:
             step.settle()
         return True
@@ -66,6 +66,16 @@ class Evictions:
     def _when(self, step: Step) -> When:
         """When the eviction of a step is due: the first answer of an extra that is not "now"."""
         return next((when for extra in self._extras if (when := extra.before_eviction(step)) != "now"), "now")
+
+    def _rows(self, steps: Sequence[Step], known: StepCache) -> Rows:
+        """The eviction of some steps: that of an extra, or of all other policies."""
+        found = (extra.rows(steps, known) for extra in self._extras)
+        return next((rows for rows in found if rows is not None), None) or StepRows(steps, known)
+
+    def _advance(self) -> None:
+        """Some evictions have ended."""
+        for extra in self._extras:
+            extra.between_layers()
 
     def end_layer(self) -> None:
         """Carry out the evictions that wait for other layers if one layer more would not fit the workspace."""
@@ -84,7 +94,7 @@ class Evictions:
             first = steps[0]
             call = first.policy.granularity, first.span, *(step.layer.index for step in steps)
             try:
-                evict(StepRows(steps, {} if first.known is None else known[call]))
+                evict(self._rows(steps, {} if first.known is None else known[call]))
             except Exception as error:
                 for sequence in {id(step.sequence): step.sequence for step in steps}.values():
                     sequence.fail(error)
@@ -101,6 +111,7 @@ class Evictions:
             except Exception as error:
                 step.sequence.fail(error)
         self._evict_waiting()
+        self._advance()
 
     def resume(self, due: Sequence[Step]) -> None:
         """Carry out evictions that an extra held back."""
@@ -108,57 +119,91 @@ class Evictions:
             if step.sequence.error is None:
                 try:
                     if self._when(step) == "now":
-                        evict(StepRows([step]))
+                        evict(self._rows([step], {}))
                 except Exception as error:
                     step.sequence.fail(error)
                 step.settle()
+        self._advance()
 
 
 # --- layers that evict together ------------------------------------------------------------------------------------
 def joins(step: Step) -> bool:
     """Whether a step may evict as a row of a batch, with other layers: nothing in it is that of a single layer."""
-    policy, needs, call, schedule = step.policy, step.policy.needs, step.params, step.policy.schedule
-    if not (step.observed and step.alone) or needs.layer or policy.pre_pass is not None:
+    policy, needs, call = step.policy, step.policy.needs, step.params
+    if not (step.observed and step.alone) or policy.pre_pass is not None:
         return False
     if isinstance(policy.selection, Fair):  # it reads the queries of every part of a prompt
         return False
-    if schedule.order != "attend_then_evict" or schedule.rerotate:
+    if needs.layer or needs.hidden or policy.schedule.order != "attend_then_evict":
         return False
-    if needs.hidden or needs.memory or policy.merger.merges or type(policy.allocator).heads is not Allocator.heads:
+    if cascades(policy) and step.phase != "decode":  # a layer makes room for the next ones
         return False
-    plain = _plain(step.layer.store) and step.layer.store.slots.bias is None and call.sinks is None
-    return plain and call.latents is None
+    if policy.scorer is not None and policy.scorer.needs.memory:
+        return False
+    plain = takes_rows(step) and step.layer.store.slots.bias is None
+    return plain and call.sinks is None and call.latents is None
 
 
 def _prepare(step: Step) -> None:
     """What a step needs before it waits: its budget is valid, and the sums over its queries, which are not kept."""
     excess_of(step)
-    if step.queries.shape[2] > FEW_QUERIES and step.policy.needs.sums is not None:
-        getattr(step.observation, step.policy.needs.sums)()
+    if step.queries.shape[2] > FEW_QUERIES:
+        if step.policy.needs.sums is not None:
+            getattr(step.observation, step.policy.needs.sums)()
+        if step.window is None:
+            step.drop_queries()
 
 
 def workspace(step: Step) -> int:
-    """Bytes of the queries, keys, values and attention rows of a step; keys and values also as rows of a batch."""
-    held, rows = step.layer.store, step.queries.shape[2] if step.window is None else step.window[0].shape[2]
-    if step.window is None and rows > FEW_QUERIES:
-        rows = 0  # in no score, see `joined`
-    attention = 4 * step.queries.shape[1] * rows * held.positions.shape[2]
+    """Bytes of the queries, keys, values and attention rows of a step; keys and values also as rows of a batch.
+
+    A layer that is only measured has its keys and values anyway.
+    """
+    held, policy, rows = step.layer.store, step.policy, step.queries.shape[2]
+    if step.window is not None:
+        rows = step.window[0].shape[2]
+    attention = 4 * step.queries.shape[1] * rows * held.positions.shape[2] if step.observed else 0
+    attention *= SUCH if policy.merger.needs.window else 1
+    scored = step.window is not None or policy.needs.keys or policy.value is not None
+    if step.observed and step.phase != "decode" and isinstance(policy.allocator, StatisticAllocator) and not scored:
+        return step.queries.nbytes + attention + SUCH * sum(x.nbytes for x in held.state.values())
     return step.queries.nbytes + 2 * (held.keys.nbytes + held.values.nbytes) + attention
 
 
 def batches(steps: Sequence[Step]) -> Iterable[list[Step]]:
-    """Steps of one rule and of equal shapes, which evict as rows of one batch; those of one prompt by sequence."""
+    """Steps of one rule and of equal shapes, which evict as rows of one batch; those of one prompt by sequence.
+
+    Rows are padded to the largest budget, of which each has at least half.
+    """
     alike: dict[object, list[Step]] = {}
     for step in steps:
         held, sequence, layer = step.layer.store, step.sequence, step.layer
         assert isinstance(held, SlotStore)
         tensors = tuple((name, x.shape[1:2] + x.shape[3:], x.dtype, x.device) for name, x in held.memory.items())
+        memory = tuple((name, x.shape) for name, x in layer.memory.items())
         own = sequence.rule if step.known is None else sequence
         window = None if step.window is None else step.window[0].shape
-        counts = step.budget, step.spare, step.prompt_done, layer.count, held.used, held.slots
-        key = own, step.policy.schedule, step.span, step.fresh, counts, tensors, window, step.params[:3]
+        counts = excess_of(step) > 0, step.spare, step.prompt_done, layer.count, held.used, held.slots
+        key = own, step.policy.schedule, step.span, step.fresh, counts, tensors, memory, window, step.params[:3]
         alike.setdefault(key, []).append(step)
-    return alike.values()
+    for some in alike.values():
+        yield from similar(some, [step.budget for step in some])
+
+
+def similar(steps: Sequence[Step], budgets: Sequence[int], most: int | None = None) -> Iterable[list[Step]]:
+    """Steps whose budgets are at least half of the largest one, with at most `most` bytes of workspace."""
+    found: list[Step] = []
+    largest = held = 0
+    for budget, step in sorted(zip(budgets, steps, strict=True), key=lambda each: -each[0]):
+        size = 0 if most is None else workspace(step)
+        if found and (2 * budget < largest or (most is not None and held + size > most)):
+            yield found
+            found, held = [], 0
+        largest = largest if found else budget
+        found.append(step)
+        held += size
+    if found:
+        yield found
 
 
 def joined(steps: Sequence[Step], known: StepCache) -> Observation:
@@ -182,7 +227,8 @@ def joined(steps: Sequence[Step], known: StepCache) -> Observation:
         if name not in contents:
             contents[name] = torch.cat([step.window[0] for step in steps if step.window is not None])
         places = torch.cat([step.window[1] for step in steps if step.window is not None])
-        window = seen.window._replace(queries=contents[name], positions=places)
+        see_own = all(step.observation.window.see_own for step in steps if step.observation.window is not None)
+        window = seen.window._replace(queries=contents[name], positions=places, see_own=see_own)
         kept: list[tuple[Tensor, Tensor]] = []
         for step, *own in zip(steps, contents[name].split(1), places.split(1), strict=True):
             if contents is known:  # other policies of the prompt have the same tensors
@@ -207,7 +253,7 @@ def joined(steps: Sequence[Step], known: StepCache) -> Observation:
         slots=seen.slots,
         sequences=seen.sequences._replace(
             opens=seen.sequences.opens * count,
-            budgets=seen.sequences.budgets * count,
+            budgets=tuple(budget for step in steps for budget in step.observation.sequences.budgets),
             **numbers,
         ),
         shared=seen.shared,
@@ -219,24 +265,28 @@ def joined(steps: Sequence[Step], known: StepCache) -> Observation:
 class StepRows(Rows):
     """The steps of a layer, or of several of equal shapes, of prompts, blocks and tokens that are in no table.
 
-    known: what was computed for another policy of the same prompt and layers.
+    known: what was computed for another policy of the same prompt and layers. frees: whether `free` frees slots.
     """
 
-    def __init__(self, steps: Sequence[Step], known: StepCache | None = None) -> None:
+    frees = True
+
+    def __init__(self, steps: Sequence[Step], known: StepCache) -> None:
         first = steps[0]
         self._steps, self.policy, self._excess = steps, first.policy, excess_of(first)
-        self.observation = first.observation if len(steps) == 1 else joined(steps, {} if known is None else known)
+        self.observation = first.observation if len(steps) == 1 else joined(steps, known)
         states = [step.layer.store.state for step in steps] if self.policy.needs.statistics else []
         self.state = {name: rows_of([own[name] for own in states]) for name in self.policy.needs.statistics}
 
     def store(self) -> None:
-        several = len(self._steps) > 1
-        if not (several and self._excess):  # else, the statistics of kept tokens are written
-            for row, step in enumerate(self._steps):
-                own = step.layer.store.state
-                for name, x in self.state.items() if several else ():
-                    own[name].copy_(x[row : row + 1])
-                step.layer.store.state = own if several else self.state
+        stores = [step.layer.store for step in self._steps]
+        if len(stores) == 1:
+            stores[0].state = self.state
+        elif not (self.frees and self._excess > 0):  # else, the statistics of kept tokens are written
+            own = [store.state for store in stores]
+            for name, x in self.state.items():
+                copy_each([(state[name], part) for state, part in zip(own, x.split(1), strict=True)])
+            for store, state in zip(stores, own, strict=True):
+                store.state = state
         if self.policy.needs.memory:
             self._steps[0].layer.memory |= self.observation.memory
 
@@ -262,10 +312,8 @@ class StepRows(Rows):
                 sequence.nan_layer = index
 
     def free(self, ranking: Ranking) -> None:
-        for step in self._steps:
-            step.layer.count -= self._excess
-        target = self._steps[0].layer.count
-        compact(self._steps, ranking, target, self._excess, self.observation, state=self.state)
+        targets = [step.layer.count - excess_of(step) for step in self._steps]
+        compact(self._steps, ranking, targets, self.observation, state=self.state)
 
 
 def note_decision(step: Step) -> None:
@@ -279,99 +327,3 @@ def excess_of(step: Step) -> int:
     least = step.policy.schedule.every if step.phase == "decode" else 1
     beyond = step.layer.count - step.budget if step.span.evicts else 0
     return beyond if beyond >= least else 0
-
-
-def compact(
-    steps: Sequence[Step],
-    ranking: Ranking,
-    target: int,
-    excess: int,
-    seen: Observation | None = None,
-    per_head: Tensor | None = None,
-    state: State | None = None,
-) -> None:
-    """Evict `excess` tokens per KV head, down to `target`, from the layer of each step, and free the memory.
-
-    per_head [1,H_kv]: number of slots of each head of a single layer, if it is known. state: running statistics of
-    several layers.
-    """
-    first, policy, spare = steps[0], steps[0].policy, steps[0].spare
-    layer, held = first.layer, first.layer.store
-    if per_head is None and policy.allocator.per_head and first.phase == "decode":
-        per_head = ranking.occupied.sum(-1) - excess  # each keeps its share
-    elif per_head is None:
-        per_head = policy.allocator.heads(layer.index, ranking, [target])
-    for step in steps:
-        step.layer.compacted = True
-    if per_head is None and _by_order(first, ranking) and isinstance(held, SlotStore):
-        _keep(steps, ranking.slots(target), seen, state)
-        layer.count = target
-        return
-    kept = ranking.select(target if per_head is None else per_head)
-    known = _merge(first, ranking, kept, None if per_head is not None else target, seen)
-    if seen is not None and policy.scorer is not None and policy.needs.kept:
-        policy.scorer.selected(seen, kept)
-    if policy.schedule.rerotate and not (first.phase == "decode" and excess == 1):
-        assert seen is not None, "checked when the policy is built"
-        close_gaps(held, kept, seen)
-    if len(steps) > 1:
-        in_order = ranking.ascending and ranking.packed
-        _keep(steps, slots_in_order(ranking.positions, kept, target, in_order), seen, state)
-        return
-    paged = isinstance(held, PagedStore)
-    if paged and per_head is not None:  # whole pages may hold fewer tokens than the target
-        target = int(per_head.max())
-    if known is not None and isinstance(held, SlotStore):
-        slots = held.keep_slots(known, spare)
-    else:
-        slots = held.keep(kept, spare, target if per_head is None else None)
-    # An allocator may give other numbers than the target; the shape has them without a synchronization.
-    layer.count = target if policy.allocator.per_head or paged else max(target, slots.shape[-1])
-    if layer.ranking is not None:
-        layer.ranking = ranking.at(slots, held.positions, held.slots.packed)
-
-
-def _keep(steps: Sequence[Step], slots: Tensor, seen: Observation | None, state: State | None) -> None:
-    """Keep the slots [n,H_kv,target] in order of position of plain stores, one for each step."""
-    stores = [step.layer.store for step in steps if isinstance(step.layer.store, SlotStore)]
-    spare = steps[0].spare
-    if len(stores) == 1:
-        stores[0].keep_slots(slots, spare)
-        return
-    assert seen is not None
-    contents = {"keys": seen.keys, "values": seen.values, "positions": seen.positions}
-    keep_together(stores, slots, spare, contents | (state or {}))
-
-
-def _merge(step: Step, ranking: Ranking, kept: Tensor, target: int | None, seen: Observation | None) -> Tensor | None:
-    """Merge evicted tokens into kept ones. Returns the kept slots in order of position, [1,H_kv,target], if known."""
-    layer, policy, held = step.layer, step.policy, step.layer.store
-    if not policy.merger.merges:
-        return None
-    sizes, slots = None, ranking.scores.shape[-1]
-    if target is not None and ranking.ascending and ranking.packed:
-        sizes = target, slots - target
-    view = layer.index, step.phase, held.keys, held.values, held.positions, held.state
-    eviction = Eviction(*view, kept, ranking.occupied & ~kept, seen, sizes)
-    merged = policy.merger.absorb(eviction, layer.memory)
-    if merged is not None:
-        new = merged.slots, merged.keys, merged.values
-        held.write(*new) if merged.bias is None else held.write(*new, merged.bias)
-    return eviction.in_order[0].slots if sizes is not None and _plain(held) else None
-
-
-def _plain(held: LayerStore) -> bool:
-    """Whether a store keeps exact tokens in slots of equal number in every head, as they are."""
-    return isinstance(held, SlotStore) and type(held).keep is SlotStore.keep and held.holds_exact and not held.ragged
-
-
-def _by_order(step: Step, ranking: Ranking) -> bool:
-    """Whether a prompt's slots are taken from the order of preference, which budgets of one policy share.
-
-    On a CPU, a threshold on the scores is faster; and what else an eviction does needs a mask of the kept slots.
-    """
-    policy = step.policy
-    if step.phase != "prompt" or backends.backend_of(ranking.scores).reads_at_once or step.layer.ranking is not None:
-        return False
-    masked = policy.merger.merges or policy.schedule.rerotate or policy.needs.kept or policy.allocator.per_head
-    return _plain(step.layer.store) and ranking.ascending and ranking.packed and not masked

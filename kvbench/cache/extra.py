@@ -11,8 +11,10 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from kvbench.cache.hook import LayerCall, LayerCaller
+from kvbench.cache.rows import Rows
 from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import Step
+from kvbench.policies.observation import StepCache
 from kvbench.policies.policy import Policy
 
 When = Literal["now", "end of call", "later"]
@@ -42,8 +44,8 @@ class Extra:
     def begin_call(self, sequences: Sequence[CachedSequence], mask: Tensor | None) -> None:
         """A call of the model begins; mask [B,M] bool: its real tokens, None if all are. ValueError if it cannot."""
 
-    def begin_layer(self) -> None:
-        """A layer of the call begins."""
+    def between_layers(self) -> None:
+        """A layer of the call begins, or its evictions have ended."""
 
     def attended(self, step: Step) -> None:
         """A layer has attended in a step."""
@@ -51,6 +53,10 @@ class Extra:
     def before_eviction(self, step: Step) -> When:
         """When the step's eviction is due. "later": the extra carries it out, or passes it to `KVCache.resume`."""
         return "now"
+
+    def rows(self, steps: Sequence[Step], known: StepCache) -> Rows | None:
+        """The eviction of some steps, if it is not that of all other policies (`kvbench.cache.eviction.StepRows`)."""
+        return None
 
     @property
     def call_is_over(self) -> bool:

@@ -30,6 +30,8 @@ from kvbench.policies.selections.fair import Fair
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore
 
+NOTHING = torch.empty(1, 0, 0, 0)
+
 
 @dataclass(eq=False)  # not frozen, because a frozen dataclass is slower to create, and every layer and token has one
 class Step:
@@ -178,7 +180,7 @@ class Step:
     def of_layer(self, layer: Layer) -> Step:
         """The same step in a layer, for an eviction of all layers at the end of a prompt; it cannot be observed."""
         other = replace(self, span=self.span._replace(phase="prompt"), layer=layer, store=layer.store)
-        other.queries = other.keys = other.values = self.queries.new_empty(0)
+        other.queries = other.keys = other.values = NOTHING
         other.observed, other.window, other.known, other._observation = False, None, None, None
         return other
 
@@ -186,6 +188,10 @@ class Step:
         """This step as it waits for a pre-pass: without its queries, which take more memory than the cache."""
         seen = replace(self.observation, queries=self.queries[:, :, :0].clone(), known={})
         return replace(self, queries=seen.queries, _observation=seen)
+
+    def drop_queries(self) -> None:
+        """Free the queries of a step that waits, which no score reads any more."""
+        self.queries = self.observation.queries = self.keys[:, :1, :0].expand(-1, self.queries.shape[1], -1, -1)
 
     def observe_with(self, window: QueryWindow) -> None:
         """Replace the observation window."""

@@ -123,6 +123,8 @@ def _sample_refused(run: Run, prompt: Prompt, sample: Sample) -> str | None:
     for name in FROM_THE_TASK:
         if getattr(sample, name) != json.loads(json.dumps(expected[name], default=vars)):
             return f"its {name} is not that of the task"
+    if run.task.divergence:
+        return _divergence_refused(sample) or _tokens_refused(run, prompt, sample) or _bytes_refused(run, sample)
     if sample.likelihood is not None:
         return None  # given texts have no answer, and they are evicted between blocks
     if sample.output is None:
@@ -131,6 +133,23 @@ def _sample_refused(run: Run, prompt: Prompt, sample: Sample) -> str | None:
     if {name: getattr(sample, name) for name in found} != found:
         return f"its score is {sample.score}, but its answer scores {found['score']}"
     return _tokens_refused(run, prompt, sample) or _bytes_refused(run, sample)
+
+
+def _divergence_refused(sample: Sample) -> str | None:
+    """Why numbers of an answer that was fed to the policy cannot be its divergence from the full cache."""
+    found = sample.divergence
+    if found is None:
+        return "it has no divergence from full"
+    lengths = {len(one) for one in (found.kl, found.delta_logprob, found.delta_p, found.same_top, found.agrees)}
+    if lengths != {(sample.decode_steps or 0) + 1}:
+        return (
+            f"its divergence has {sorted(lengths)} numbers, but {(sample.decode_steps or 0) + 1} tokens were compared"
+        )
+    if min((kl for kl in found.kl if kl is not None), default=0.0) < 0:
+        return "its divergence has a KL below 0"
+    if not {*found.same_top, *found.agrees} <= {0, 1} or any(abs(change) > 1 for change in found.delta_p):
+        return "its divergence has a probability that changes by more than 1, or a flag that is neither 0 nor 1"
+    return None
 
 
 def _tokens_refused(run: Run, prompt: Prompt, sample: Sample) -> str | None:

@@ -25,10 +25,15 @@ NORM_FLOOR = 1e-6
 
 
 class Exchange(NamedTuple):
-    """Keys or values of kept slots in their stored dtype, [B,H,C,D], and of evicted slots, [B,H,E,D] float32."""
+    """Keys or values of all slots [B,H,T,D], of kept ones [B,H,C,D], and the evicted slots [B,H,E]."""
 
+    stored: Tensor
     own: Tensor
-    gone: Tensor
+    evicted: Tensor
+
+    def gone(self, here: slice) -> Tensor:
+        """Those of some evicted slots, [B,H,e,D]."""
+        return take(self.stored, self.evicted[..., here])
 
 
 class Match(NamedTuple):
@@ -53,12 +58,19 @@ def unit(vectors: Tensor) -> Tensor:
     return vectors / length.clamp_(min=NORM_FLOOR)
 
 
-def match(gone: Tensor, own: Tensor, present: Tensor | None) -> Match:
-    """Nearest kept vector [B,H,C,D] among `present` [B,H,C] for each evicted [B,H,E,D], by cosine similarity (eq. 9).
+def pieces(tokens: int, numbers: int, like: Tensor) -> list[slice]:
+    """`tokens` in pieces of a bounded size, each token of which takes some numbers."""
+    most = LOGITS_AT_ONCE_GPU if like.is_cuda else SIMILARITIES_AT_ONCE  # small pieces stay in a CPU's cache
+    size = max(1, most // numbers)
+    return [slice(first, min(first + size, tokens)) for first in range(0, tokens, size)]
+
+
+def match(judged: Exchange, present: Tensor | None) -> Match:
+    """Nearest kept vector among `present` [B,H,C] for each evicted one, by cosine similarity (eq. 9).
 
     present None: all. Ties (`margin`) go to the older kept token. Padding entries repeat the head's first token.
     """
-    own = unit(widen(own))
+    own = unit(widen(judged.own))
     kept = own.shape[2]
     places = torch.arange(-(-kept // GROUP) * GROUP, device=own.device)
     if present is None:
@@ -67,11 +79,10 @@ def match(gone: Tensor, own: Tensor, present: Tensor | None) -> Match:
         places = torch.where(F.pad(present, (0, len(places) - kept)), places, 0)
     whole = present is None and places.shape[-1] == kept
     candidates = (own if whole else take(own, places)).transpose(-1, -2).contiguous()  # [B,H,D,C]
-    most = LOGITS_AT_ONCE_GPU if own.is_cuda else SIMILARITIES_AT_ONCE  # small pieces stay in a CPU's cache
-    at_once = max(1, most // candidates[:, :, 0].numel())
-    parts = [_nearest(unit(some) @ candidates) for some in gone.split(at_once, dim=2)]
-    nearest = torch.cat([part.nearest for part in parts], dim=-1)
-    return Match(torch.cat([part.similarity for part in parts], dim=-1), places.gather(-1, nearest))
+    some = pieces(judged.evicted.shape[-1], candidates[:, :, 0].numel(), own)
+    parts = [_nearest(unit(widen(judged.gone(here))) @ candidates) for here in some]
+    similarities, indices = (x[0] if len(x) == 1 else torch.cat(x, -1) for x in zip(*parts, strict=True))
+    return Match(similarities, places.gather(-1, indices))
 
 
 def _nearest(similarities: Tensor) -> Match:
@@ -83,7 +94,7 @@ def _nearest(similarities: Tensor) -> Match:
     group = (highs >= least).to(torch.int8).argmax(-1, keepdim=True)
     members = groups.gather(-2, group[..., None].expand(*group.shape, GROUP)).squeeze(-2)
     inside = (members >= least).to(torch.int8).argmax(-1)
-    return Match(best.squeeze(-1), group.squeeze(-1) * GROUP + inside)
+    return Match(best.squeeze(-1), torch.add(inside, group.squeeze(-1), alpha=GROUP))
 
 
 def _along(vectors: Tensor, gone: Tensor) -> Tensor:
@@ -112,15 +123,25 @@ def _below(similarity: Tensor, threshold: Tensor) -> Tensor:
     return similarity < threshold - margin(similarity.dtype)
 
 
-def sums_at(shape: Sequence[int], places: Tensor, parts: list[Tensor]) -> list[Tensor]:
-    """Sums [B,H,C,D] of parts [B,H,E,D] at places [B,H,E], in a deterministic order of additions; shape [B,H,C]."""
-    if not places.is_cuda:
-        totals = [part.new_zeros(*shape, part.shape[3]) for part in parts]
-        return [x.scatter_add_(2, spread_index(places, part), part) for x, part in zip(totals, parts, strict=True)]
-    heads, whole = torch.arange(shape[0] * shape[1], device=places.device).view(*shape[:2], 1), torch.cat(parts, -1)
-    rows, total = (heads * shape[2] + places).flatten(), whole.new_zeros(*shape, whole.shape[3])
-    total.flatten(0, 2).index_put_((rows,), whole.flatten(0, 2), accumulate=True)  # sorts first, unlike scatter_add_
-    return list(total.split([part.shape[3] for part in parts], -1))
+def sums_at(
+    shape: torch.Size, found: Tensor, mass: Tensor, gain: Tensor, pairs: Sequence[Exchange] = ()
+) -> list[Tensor]:
+    """Sums at the places `found` [B,H,E] of the masses, [B,H,C,1], and of each pair's vectors times gain, [B,H,C,D].
+
+    shape [B,H,C]. The order of additions is deterministic.
+    """
+    widths = [1, *(pair.own.shape[3] for pair in pairs)]
+    total = mass.new_zeros(*shape, sum(widths))
+    for here in pieces(found.shape[-1], shape[0] * shape[1] * sum(widths), mass):
+        places, factor = found[..., here], gain[..., here, None]
+        new = torch.cat([mass[..., here, None], *(factor * pair.gone(here) for pair in pairs)], -1)
+        if not new.is_cuda:
+            total.scatter_add_(2, spread_index(places, new), new)
+            continue
+        heads = torch.arange(0, shape.numel(), shape[2], device=new.device).view(*shape[:2], 1)
+        rows = (heads + places).flatten()
+        total.flatten(0, 2).index_put_((rows,), new.flatten(0, 2), accumulate=True)  # sorts first, unlike scatter_add_
+    return list(total.split(widths, -1))
 
 
 @dataclass(frozen=True)
@@ -167,25 +188,21 @@ class ThresholdedMerge(Merger):
         return Needs(memory=self.ema)
 
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
-        (kept, evicted), whole = eviction.in_order, eviction.sizes is not None  # whole: there is no padding
+        (kept, evicted), whole = eviction.in_order, eviction.even
         if not evicted.slots.shape[-1] or not kept.slots.shape[-1]:
             return None
-        keys, values = (
-            Exchange(take(x, kept.slots), widen(take(x, evicted.slots))) for x in (eviction.keys, eviction.values)
-        )
+        keys, values = (Exchange(x, take(x, kept.slots), evicted.slots) for x in (eviction.keys, eviction.values))
         if self.similarity == "separate":
-            new_keys = self._merged(keys, [keys], evicted, kept, memory, "tau", whole)
-            new_values = self._merged(values, [values], evicted, kept, memory, "tau_values", whole)
-            new = new_keys + new_values
+            (new_keys,) = self._merged(keys, [keys], evicted, kept, memory, "tau", whole)
+            (new_values,) = self._merged(values, [values], evicted, kept, memory, "tau_values", whole)
         else:
-            new = self._merged(
-                keys if self.similarity == "keys" else values, [keys, values], evicted, kept, memory, "tau", whole
-            )
-        if whole or bool(kept.present.all()):
-            return Merged(kept.slots, *new)
+            judged = keys if self.similarity == "keys" else values
+            new_keys, new_values = self._merged(judged, [keys, values], evicted, kept, memory, "tau", whole)
+        if eviction.sizes is not None or bool(kept.present.all()):
+            return Merged(kept.slots, new_keys, new_values, in_order=eviction.sizes is not None)
         # Padding entries repeat the head's first token.
         entries = torch.arange(kept.slots.shape[-1], device=kept.slots.device).where(kept.present, 0)
-        return Merged(kept.slots.gather(-1, entries), *(take(x, entries) for x in new))
+        return Merged(kept.slots.gather(-1, entries), take(new_keys, entries), take(new_values, entries))
 
     def absorb_one(self, eviction: OneEviction, memory: MergeState) -> Merged | None:
         if self.similarity == "separate":
@@ -196,34 +213,33 @@ class ThresholdedMerge(Merger):
         share = mass / (mass + self._base)  # weight of the evicted token in the mean
         refused = self._refuses_one(similarity, eviction.going, memory)
         share = (share if refused is None else share.masked_fill(refused, 0.0))[..., None]
-        places, new = torch.cat([nearest, eviction.victims], dim=-1), []
+        places, new = torch.cat([nearest, eviction.victims], dim=-1), list[Tensor]()
         for vectors in (keys, values):
             held = vectors.at(places)
             own, gone = widen(held).split(1, dim=2)
             # If the weight is not the mass, the mass is 1 and the token is scaled.
             gone = gone if gain is mass else gone * gain[..., None]
             new.append(torch.lerp(own, gone, share).to(held.dtype))
-        return Merged(nearest, *new)
+        return Merged(nearest, new[0], new[1])
 
     def _merged(
         self, judged: Exchange, pairs: list[Exchange], evicted: Slots, kept: Slots, memory: MergeState, tau: str,
         whole: bool,
     ) -> list[Tensor]:  # fmt: skip
         """New contents of kept slots for each pair, matched by `judged` and accepted by the threshold of that name."""
-        # Evicted vectors were widened, so narrowing is exact.
-        found = match(judged.gone, judged.own, None if whole else kept.present)
+        found = match(judged, None if whole else kept.present)
         accepted = evicted.present if whole else evicted.present & kept.present.any(-1, keepdim=True)
         if self.ema:
             accepted = accepted & self._passes(found.similarity, accepted, memory, tau)
-        gain, mass = (x.masked_fill(~accepted, 0.0)[..., None] for x in self._weights(found.similarity))
+        gain, mass = (x.masked_fill(~accepted, 0.0) for x in self._weights(found.similarity))
         if self.merge == "weighted" and self.weight == "printed":
-            (masses,) = sums_at(kept.slots.shape, found.nearest, [mass])
-            gain = masses.gather(2, found.nearest[..., None]).masked_fill(~accepted[..., None], 0.0)
-        masses, *sums_of_pairs = sums_at(kept.slots.shape, found.nearest, [mass, *(gain * pair.gone for pair in pairs)])
+            (masses,) = sums_at(kept.slots.shape, found.nearest, mass, gain)
+            gain = masses[..., 0].gather(2, found.nearest).masked_fill(~accepted, 0.0)
+        masses, *sums_of_pairs = sums_at(kept.slots.shape, found.nearest, mass, gain, pairs)
         merged = []
-        for (own, _), sums in zip(pairs, sums_of_pairs, strict=True):
-            mixed = (self._base * widen(own) + sums) / (self._base + masses)
-            merged.append(torch.where(masses > 0, mixed.to(own.dtype), own))
+        for pair, sums in zip(pairs, sums_of_pairs, strict=True):
+            mixed = (self._base * widen(pair.own) + sums) / (self._base + masses)
+            merged.append(torch.where(masses > 0, mixed.to(pair.own.dtype), pair.own))
         return merged
 
     def _passes(self, similarity: Tensor, present: Tensor, memory: MergeState, name: str) -> Tensor:

@@ -11,18 +11,19 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Memory, Observation, Phase, State
-from kvbench.policies.stores.slots import padded, slots_in_order, take
+from kvbench.policies.stores.slots import padded, partitioned, take
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """A layer just before an eviction, with masks of `kept` and `evicted` slots, bool [B,H_kv,T].
+    """A layer, or several as rows, just before an eviction, with masks of `kept` and `evicted` slots, bool [B,H_kv,T].
 
-    keys, values [B,H_kv,T,D]; positions [B,H_kv,T] (-1 = empty); state as for the scorer. seen: the layer's observation
-    (its newest queries, ...); None if single tokens are evicted. sizes: numbers of kept and of evicted slots, if they
-    are those of every head, no slot is empty, and tokens are in order of position.
+    layer: -1 if there are several. keys, values [B,H_kv,T,D]; positions [B,H_kv,T] (-1 = empty); state as for the
+    scorer. seen: their observation (the newest queries, ...); None if single tokens are evicted. sizes: kept slots in
+    every head of each row, if no slot is empty and tokens are in order of position.
     """
 
     layer: int
@@ -34,19 +35,29 @@ class Eviction:
     kept: Tensor
     evicted: Tensor
     seen: Observation | None = None
-    sizes: tuple[int, int] | None = None
+    sizes: Sequence[int] | None = None
 
     @cached_property
     def in_order(self) -> "tuple[Slots, Slots]":
-        """The kept and the evicted slots of every head, the oldest position first."""
+        """The kept and the evicted slots of every head, the oldest position first.
+
+        With `sizes`, padding of the kept slots names evicted ones, which may be written.
+        """
         if self.sizes is None:
             return in_order(self.kept, self.positions), in_order(self.evicted, self.positions)
-        found = [
-            slots_in_order(self.positions, mask, size, ascending=True)
-            for mask, size in zip((self.kept, self.evicted), self.sizes, strict=True)
-        ]
-        kept, evicted = (Slots(slots, torch.ones_like(slots, dtype=torch.bool)) for slots in found)
-        return kept, evicted
+        order, slots = partitioned(self.kept), self.kept.shape[-1]
+        counts = on_device(tuple(self.sizes), order.device)[:, None, None]
+        found = []
+        evicted = order.flip(-1), slots - counts, slots - min(self.sizes)
+        for own, number, most in ((order, counts, max(self.sizes)), evicted):
+            chosen = own[..., :most]
+            found.append(Slots(chosen, (torch.arange(most, device=order.device) < number).expand_as(chosen)))
+        return found[0], found[1]
+
+    @property
+    def even(self) -> bool:
+        """Whether `sizes` are known and equal, so that no row of `in_order` has padding."""
+        return self.sizes is not None and len(set(self.sizes)) == 1
 
 
 class Vectors:
@@ -101,13 +112,14 @@ class Merged:
     """New contents of kept slots: slots [B,H_kv,n] long, keys and values [B,H_kv,n,D]; other slots do not change.
 
     bias [B,H_kv,n] float32: added to the logits of these slots from now on, for mergers with `needs.bias`; not
-    supported when single tokens are evicted.
+    supported when single tokens are evicted. in_order: the slots are all kept ones, as in `Eviction.in_order`.
     """
 
     slots: Tensor
     keys: Tensor
     values: Tensor
     bias: Tensor | None = None
+    in_order: bool = False
 
 
 class Slots(NamedTuple):

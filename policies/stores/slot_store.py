@@ -17,12 +17,14 @@ from torch.nn import functional as F
 
 from kvbench.kernels.decode import decode_attention_flat
 from kvbench.kernels.references import widen
+from kvbench.policies.constants import on_device
 from kvbench.policies.observation import AttentionParams, SlotInfo, State
 from kvbench.policies.stores.slots import (
     GROWTH,
     copy_each,
     extremes,
     owned,
+    partitioned,
     slots_in_order,
     spread_index,
     take,
@@ -339,15 +341,6 @@ class SlotStore(LayerStore):
         """Whether heads may have, or will have, different numbers of slots."""
         return self._ragged or self.starts is not None
 
-    def keep_slots(self, slots: Tensor, spare: int) -> Tensor:
-        """`keep` for slots [B,H,n] in order of position, if no slot is empty."""
-        assert self._packed
-        assert not self.ragged
-        self.store_positions()
-        self._move(slots, spare)
-        self.kept(slots.shape[2], spare)
-        return slots
-
     def kept(self, slots: int, spare: int) -> None:
         """Note that the memory has `slots` kept tokens in order of position, and `spare` empty slots after them."""
         self.use(slots, spare)
@@ -382,7 +375,8 @@ class SlotStore(LayerStore):
 
     def _move(self, slots: Tensor, spare: int) -> None:
         """Move slots [B,H,n] to the front, followed by `spare` empty ones."""
-        _rewrite([self], slots, spare, {name: x[:, :, : self.used] for name, x in self.memory.items()})
+        contents = {name: x[:, :, : self.used] for name, x in self.memory.items()}
+        _rewrite([self], slots, [slots.shape[2]], spare, contents, {})
 
     # --- segments of different lengths -----------------------------------------------------------------------------
     def _flatten(self, padded: Mapping[str, Tensor], counts: Tensor, spare: int) -> None:
@@ -410,32 +404,67 @@ class SlotStore(LayerStore):
         return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *how.for_kernels).out
 
 
-def keep_together(stores: Sequence[SlotStore], slots: Tensor, spare: int, contents: Mapping[str, Tensor]) -> None:
-    """`keep_slots` of n stores of equal shapes; slots [n,H,k].
+def keep_together(
+    stores: Sequence[SlotStore],
+    slots: Tensor,
+    counts: Sequence[int],
+    spare: int,
+    contents: Mapping[str, Tensor],
+    new: Mapping[str, Tensor],
+) -> None:
+    """Keep slots [n,H,k] in order of position of n stores, counts[i] <= k in each head of the i-th, and `spare` more.
 
-    contents: the slots in use of all stores by name, [n,H,C,...].
+    contents: the slots in use of all stores by name, [n,H,C,...]. new: changed ones of the kept slots, [n,H,k,...].
     """
-    for store in stores:
-        store.store_positions()
-    _rewrite(stores, slots, spare, contents)
-    for store in stores:
-        store.kept(slots.shape[2], spare)
+    _rewrite(stores, slots, counts, spare, contents, new)
+    for store, count in zip(stores, counts, strict=True):
+        store.kept(count, spare)
 
 
-def _rewrite(stores: Sequence[SlotStore], slots: Tensor, spare: int, contents: Mapping[str, Tensor]) -> None:
-    """Move slots [n,H,k] of n stores to their fronts, followed by `spare` empty ones.
+def _rewrite(
+    stores: Sequence[SlotStore],
+    slots: Tensor,
+    counts: Sequence[int],
+    spare: int,
+    contents: Mapping[str, Tensor],
+    new: Mapping[str, Tensor],
+) -> None:
+    """Move slots [n,H,k] of n stores to their fronts, counts[i] of the i-th, followed by `spare` empty ones.
 
     Memory of the right size is written in place, so that a recorded block can be replayed; else the new tensors of all
-    stores are rows of one.
+    stores are parts of one.
     """
-    count = slots.shape[2]
-    stays = all(store.first.shape[2] == count + spare and not store.lent and writable(store.first) for store in stores)
+    most, sizes = slots.shape[2], [count + spare for count in counts]
+    stays = all(
+        store.first.shape[2] == size and not store.lent and writable(store.first)
+        for store, size in zip(stores, sizes, strict=True)
+    )
+    cut = None if len(set(counts)) == 1 else _cut(counts, slots, spare)
     for name, x in contents.items():
-        whole = take(x, F.pad(slots, (0, spare)))
-        whole.narrow(2, count, spare).fill_(-1 if name == "positions" else 0)
-        rows = [whole] if len(stores) == 1 else [whole[row : row + 1] for row in range(len(stores))]
+        if name in new:
+            whole = F.pad(new[name], (*[0] * 2 * (x.dim() - 3), 0, spare))
+        else:
+            whole = take(x, F.pad(slots, (0, spare)))
+        whole.narrow(2, most, spare).fill_(-1 if name == "positions" else 0)
+        if cut is None:
+            rows = [whole] if len(stores) == 1 else [whole[row : row + 1] for row in range(len(stores))]
+        else:
+            heads, parts = whole.shape[1], whole.flatten(0, 2).index_select(0, cut)
+            rows = [
+                part.view(1, heads, size, *whole.shape[3:])
+                for part, size in zip(parts.split([heads * size for size in sizes]), sizes, strict=True)
+            ]
         if stays:
             copy_each([(store.memory[name], own) for store, own in zip(stores, rows, strict=True)])
             continue
         for store, own in zip(stores, rows, strict=True):
             store.memory[name] = own
+
+
+def _cut(counts: Sequence[int], slots: Tensor, spare: int) -> Tensor:
+    """Where the first counts[i] of slots [n,H,k] of every row, and `spare` slots after all k, are in n * H rows."""
+    rows, heads, most = slots.shape
+    place = torch.arange(most + spare, device=slots.device)
+    stays = (place < on_device(tuple(counts), slots.device)[:, None]) | (place >= most)
+    order = partitioned(stays[:, None].expand(-1, heads, -1).reshape(-1))
+    return order[: heads * (sum(counts) + rows * spare)]

@@ -99,12 +99,20 @@ def extremes(mask: Tensor, count: int | None) -> tuple[int, int]:
     return max(numbers), min(numbers)
 
 
-def slots_in_order(positions: Tensor, mask: Tensor, most: int, ascending: bool) -> Tensor:
-    """The first `most` slots of mask [B,H,C] in order of positions [B,H,C]; ascending: as they are, `most` each."""
-    if ascending and mask.is_cpu:  # on a GPU, the host would wait for `nonzero`
+def partitioned(mask: Tensor) -> Tensor:
+    """All slots [...,C]: those of mask bool [...,C] in order, then the others, the last one first; without a sort."""
+    slots, ends = torch.arange(mask.shape[-1], device=mask.device).expand_as(mask), mask.cumsum(-1)
+    places = torch.where(mask, ends, mask.shape[-1] - slots + ends) - 1
+    return torch.empty_like(places).scatter_(-1, places, slots)
+
+
+def slots_in_order(positions: Tensor, mask: Tensor, most: int, ascending: bool, even: bool = True) -> Tensor:
+    """The first `most` slots of mask [B,H,C] in order of positions [B,H,C].
+
+    ascending: they are in this order. even: every head has `most`; else, other slots follow those of shorter ones.
+    """
+    if ascending and even and mask.is_cpu:  # on a GPU, the host would wait for `nonzero`
         return mask.nonzero()[:, -1].view(*mask.shape[:2], most)
-    if ascending:  # the place of each slot in the answer; those that leave are written behind its end
-        places = torch.where(mask, mask.cumsum(-1) - 1, most)
-        slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(mask)
-        return places.new_empty(*mask.shape[:2], most + 1).scatter_(-1, places, slots)[..., :most]
+    if ascending:
+        return partitioned(mask)[..., :most]
     return positions.masked_fill(~mask, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)[..., :most]

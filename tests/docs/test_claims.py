@@ -120,17 +120,23 @@ def folder_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder_of_more_runs(folder_of_runs: Path) -> Path:
-    """With pages, a policy without a budget, and turns."""
-    small = [*SMALL, "schedule=prompt", f"out={folder_of_runs / 'results/runs'}"]
+    """With pages, a policy without a budget, turns, and the divergence from the full cache."""
+    out = folder_of_runs / "results"
+    small = [*SMALL, "schedule=prompt", f"out={out / 'runs'}"]
     assert main(["-m", "policy=snapkv,paged_snapkv", "budget=64,96", "decode=grow", *small]) == 0
     assert main(["policy=threshold_knorm", "policy.allocator.tau=-8", "decode=threshold", *small]) == 0
     assert main(["policy=full", "task=niah_turns", "limit=2", *small]) == 0
+    assert main(["-m", "policy=snapkv,h2o", "budget=64,128", "decode=grow", *small]) == 0
+    few = [*SMALL, "schedule=prompt", "policy=snapkv,h2o", "budget=64"]
+    assert main(["-m", *few, f"out={out / 'evidence'}"]) == 0
+    assert main(["-m", *few, "task.divergence=true", f"out={out / 'kl'}"]) == 0
     return folder_of_runs
 
 
 def run_in(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(folder)
-    command = re.sub(r"/shared/first|results/runs/\w+", "results/runs", command)
+    command = re.sub(r"/shared/first|results/runs/(?!evidence)\w+", "results/runs", command)
+    command = command.replace("results/runs/evidence", "results/evidence")
     assert main(shlex.split(command)) in (0, None), capsys.readouterr().err
     assert capsys.readouterr().out
     if output := re.search(r" -o (\S+)", command):

@@ -8,6 +8,7 @@ import pytest
 import results_page
 import yaml
 from command_lines import composed
+from parameters import few_fast
 from results_page import TRACKS, Row
 
 from kvbench.config.presets import make_policy
@@ -80,7 +81,7 @@ def commands() -> list[str]:
     return sorted(found.values())
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", few_fast(commands(), commands()[::8], pytest.mark.slow("composes every command")))
 def test_the_command_of_a_row_asks_for_its_policy(command: str) -> None:
     words = command.removeprefix("kvbench ").split()
     fields = dict(word.removeprefix("+").split("=", 1) for word in words)

@@ -24,7 +24,11 @@ SYSTEMS: list[tuple[str, dict[str, object]]] = [
     ("roco", {}),
     ("sirllm", {}),
     ("d2o", {}),
+    ("d2o_raw", {}),
+    ("d2o_sim_k_v_separate", {}),
     ("d2o_released", {}),
+    ("attention_matching", {"steps": 20}),
+    ("pyramidkv", {"window": 6}),
     ("cake", {"window": 6}),
     ("p2a_snapkv", {"window": 6}),
     ("snapkv", {"window": 6, "decode": "evict"}),
@@ -87,6 +91,23 @@ def test_all_layers_of_a_prompt_and_of_a_decoded_token_are_ranked_at_once() -> N
     with counted(calls):
         run_greedy(tiny(layers=5), [prompt(70)], policy("h2o"), 4)
     assert calls == [5] * 4  # the last token is never fed
+
+
+@pytest.mark.parametrize("slug", ["d2o", "pyramidkv"])
+def test_layers_with_budgets_of_their_own_are_ranked_and_freed_at_once(slug: str) -> None:
+    calls: list[int] = []
+    with counted(calls):
+        run = run_greedy(tiny(layers=5), [prompt(70)], make_policy(slug, 40), 1)
+    held = [len(layer[0]) for layer in run.of_row(0)[-1]]
+    assert len(set(held)) > 1
+    assert calls == [5]
+    stores = [layer.store for layer in run.cache.sequence.layers]
+    together: dict[int, int] = {}  # bytes of the memory that layers share
+    for store in stores:
+        memory = store.memory["keys"].untyped_storage()
+        together[memory.data_ptr()] = memory.nbytes()
+    assert len(together) < len(stores)
+    assert sum(together.values()) == sum(store.memory["keys"].nbytes for store in stores)  # no padding is held
 
 
 def test_the_newest_queries_come_in_order() -> None:

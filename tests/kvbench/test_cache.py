@@ -63,9 +63,8 @@ def test_the_peak_is_one_block_beside_the_budget() -> None:
 def test_the_peak_of_a_whole_prompt_is_the_layers_that_fit_the_workspace_and_the_kept_tokens(
     fit: float, waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer that waits has its queries, and its keys and values twice, to evict with others; no score reads rows."""
-    heads = model().config.num_attention_heads
-    layer = 61 * 4 * 8 * (heads + 2 * 2 * heads // 2)  # of float32 numbers
+    """A layer that waits has its keys and values twice, to evict with others; no score reads queries."""
+    layer = 61 * 4 * 8 * 2 * 2 * model().config.num_key_value_heads  # of float32 numbers
     monkeypatch.setattr(TorchBackend, "workspace", int(fit * layer))
     run = run_greedy(model(), [prompt(61)], policy("streamingllm"), 4)
     assert run.cache.peak_nbytes == (waiting * 61 + (LAYERS - waiting) * (16 + 1)) * slot_bytes(4)

@@ -39,6 +39,33 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def first(name: str, value: float) -> Callable[[Line], object]:
+    """Gives the first token of an answer another number of its divergence."""
+    return lambda line: line["divergence"][name].__setitem__(0, value)
+
+
+@pytest.mark.parametrize(
+    ("doctor", "reason"),
+    [
+        (first("kl", -0.5), "a KL below 0"),
+        (first("same_top", 2), "a flag that is neither 0 nor 1"),
+        (lambda line: line["divergence"]["kl"].pop(), "numbers, but"),
+        (lambda line: line.pop("divergence"), "it has no divergence from full"),
+    ],
+)
+def test_the_divergence_of_an_honest_run_agrees_and_a_doctored_one_is_refused(
+    doctor: Callable[[Line], object], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["task=niah", "task.lengths=[200]", "limit=2", "task.divergence=true", f"out={tmp_path}"]
+    assert run(["policy=h2o", "budget=64", *small]) == 0
+    assert main(["check", str(tmp_path)]) == 0
+    (folder,) = tmp_path.glob("pocket-h2o-*")
+    each_line(folder, doctor)
+    capsys.readouterr()
+    assert main(["check", str(tmp_path)]) == 1
+    assert reason in capsys.readouterr().err
+
+
 @pytest.fixture
 def mine(honest: Path, tmp_path: Path) -> Path:
     """A copy to doctor."""

@@ -123,6 +123,21 @@ def test_groups_that_are_encoded_between_two_steps_do_not_end_the_recording(slug
     assert counts.replays >= 37
 
 
+def test_steps_between_two_evictions_of_several_tokens_are_replayed(
+    counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbench.cache.joining.SELDOM", 6)
+    policies, found = (
+        [policy_of("h2o"), *(policy_of(slug, decode="evict", every=6) for slug in ("h2o", "snapkv", "knorm"))],
+        [],
+    )
+    for graph in (True, False):
+        flight = DecodeBatch(llama(), cuda_graph=graph)
+        found.append(finished(flight, flight.admit(request(LENGTH, 40), policies)))
+    assert found[0] == found[1]
+    assert counts.replays >= 24, "one step of six evicts, and two after the first are called"
+
+
 def continuous(graph: bool, policies: Sequence[Policy]) -> tuple[list[Any], int]:
     """8 sequences in flight, answers of 10 to 47 tokens, new ones admitted as others finish; and the steps taken."""
     flight, rows, random, steps = DecodeBatch(llama(), cuda_graph=graph), list[LiveSequence](), Random(0), 0

@@ -1,4 +1,4 @@
-"""What a GPU's host launches for a block and for a further variant of a policy, counted as operations on a CPU."""
+"""What a GPU's host launches for a prompt, a block and a further variant of a policy, counted on a CPU."""
 
 import sys
 from collections.abc import Iterator
@@ -34,6 +34,12 @@ def test_a_block_at_the_budget_is_the_models_operations_and_a_few_for_all_layers
     alone = counts.block(model, policy) / counts.LAYERS
     assert alone <= 45
     assert counts.block(model, policy, 2) / 2 / counts.LAYERS <= 0.6 * alone  # two prompts in one call
+
+
+def test_all_layers_of_a_prompt_are_measured_and_merged_together(model: PreTrainedModel) -> None:
+    """Both sum the attention of all queries; D2O also measures layers, and merges evicted tokens."""
+    evicts, merges = (counts.admission(model, [make_policy(slug, counts.BUDGET)])[0] for slug in ("h2o", "d2o"))
+    assert merges / counts.LAYERS <= evicts / counts.LAYERS + 12
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def decoded(
     shares: of the sequences, in tables in every step.
     """
     flight, rows = flight or DecodeBatch(model), []
-    for seed, length, new in ((1, 90, 20), (2, 71, 9), (3, 80, 6)):
+    for seed, length, new in ((1, 90, 14), (2, 71, 8), (3, 80, 5)):
         rows += flight.admit(asked(length, seed, new), some)
         for _ in range(seed):
             flight.step()
@@ -340,4 +340,4 @@ def test_both_backends_keep_the_same_tokens_however_decoding_evicts(name: str) -
     with patch(BACKEND, lambda like: TorchBackend()):
         assert found == decoded(model_of(), [policy])
     held = [len(head) for layer in found[0][2][0] for head in layer]
-    assert max(held) < (90 + 20 if name == "grow" else 80), "tokens were evicted"
+    assert max(held) < (90 + 14 if name == "grow" else 80), "tokens were evicted"

@@ -23,6 +23,7 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return {result["name"]: result["value"] for result in written["results"]}
 
 
+@pytest.mark.slow("runs the model many times")
 def test_batches_and_blocks_run_in_small_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run(tmp_path, "--parts", "batches,block")
     for slug in gpu_check.BATCHED:

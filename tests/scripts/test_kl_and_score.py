@@ -13,6 +13,11 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import kl_and_score  # noqa: E402 - found in scripts
 
 
+@pytest.fixture(autouse=True)
+def _few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kl_and_score, "RESAMPLES", 300)
+
+
 def test_a_score_that_falls_with_every_kl_has_a_correlation_of_minus_one() -> None:
     kl = [np.full(6, 0.1 * i) for i in range(5)]
     scores = [np.full(4, 1 - 0.2 * i) for i in range(5)]
