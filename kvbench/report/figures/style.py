@@ -171,7 +171,7 @@ def by_factors(axes: Axes, ends: Sequence[float], which: str = "x", whole: bool 
     """
     axis = axes.xaxis if which == "x" else axes.yaxis
     getattr(axes, f"set_{which}scale")("log")
-    axis.set_major_locator(FixedLocator(log_ticks(*ends, whole=whole)))
+    axis.set_major_locator(FixedLocator(log_ticks(min(ends), max(ends), whole)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
 
