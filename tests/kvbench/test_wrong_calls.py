@@ -119,3 +119,26 @@ WRONG_CALLS: dict[str, Callable[[], object]] = {
 def test_a_wrong_call_is_one_sentence(sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{sentence}"):
         WRONG_CALLS[sentence]()
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "words"),
+    [
+        (generate, (MODEL, "tokenizer", "text"), "generate: multiple values for argument 'policy'.*, prompt, policy,"),
+        (
+            evaluate,
+            (MODEL, "tokenizer", ["snapkv"]),
+            r"too many positional .* evaluate\(model, tokenizer, \*, \.\.\.\)",
+        ),
+        (
+            kvbench.ask,
+            (MODEL, "tokenizer", "text", "why?"),
+            r"too many positional .* ask\(model, tokenizer, context, \*",
+        ),
+    ],
+)
+def test_a_call_with_wrong_positions_is_answered_with_the_order(
+    call: Callable[..., Any], arguments: tuple[Any, ...], words: str
+) -> None:
+    with pytest.raises(TypeError, match=words):
+        call(*arguments, policy="snapkv")
