@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvbench.errors import LARGEST
+from kvbench.errors import LARGEST, counted
 from kvbench.policies.allocators.allocator import required_length
 from kvbench.policies.allocators.threshold import Matched, Threshold
 from kvbench.policies.checks import check_choices
@@ -211,7 +211,8 @@ def read_plan(policy: Policy, length: int) -> ReadPlan:
     plan = policy.reader.plan(max(tokens, 1), length)
     if min(tokens, plan.tokens) < (1 if plan.cuts else plan.page):
         raise ValueError(
-            f"{policy.name} reads pages of {plan.page} tokens, so a budget of {tokens} tokens per KV head is "
+            f"{policy.name} reads pages of {counted(plan.page, 'token')}, so a budget of "
+            f"{counted(tokens, 'token')} per KV head is "
             f"too small: it must be at least {2 if plan.cuts else plan.page}"
         )
     return plan

@@ -258,7 +258,8 @@ def check_question_fits(name: str, question: int, budget: int) -> None:
     """Raise ValueError if the question, which some policies always keep, is longer than a layer's budget."""
     if question > budget:
         raise ValueError(
-            f"{name} keeps the question, here {question} tokens, but has {budget} tokens per KV head: use a larger "
+            f"{name} keeps the question, here {counted(question, 'token')}, but has "
+            f"{counted(budget, 'token')} per KV head: use a larger "
             "budget"
         )
 

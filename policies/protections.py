@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvbench.errors import counted
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation
 from kvbench.policies.ranking import protected, within
@@ -58,7 +59,11 @@ class WholePrompt(Protection):
 
     def check_fits(self, name: str, budget: int, always: Protected, prompt: int, begin: int, spans: Spans) -> None:
         if prompt + max(always.newest, 1) > budget:
-            also = f" and the newest {always.newest} tokens" if always.newest else " and at least one generated token"
+            also = (
+                f" and the newest {counted(always.newest, 'token')}"
+                if always.newest
+                else " and at least one generated token"
+            )
             raise ValueError(
                 f"protect=prompt keeps all {prompt} tokens of the prompt{also}, but {name} has {budget} tokens per KV "
                 "head: use a larger budget, shorter prompts or protect=none"
@@ -84,7 +89,7 @@ class NamedParts(Protection):
         named = {*range(always.first), *(at for first, end in spans for at in range(first, min(end, prompt)))}
         if min(len(named) + always.newest, prompt) > budget:
             raise ValueError(
-                f"protect=span keeps {len(named)} tokens of the prompt, and {name} always keeps the newest "
+                f"protect=span keeps {counted(len(named), 'token')} of the prompt, and {name} always keeps the newest "
                 f"{always.newest}, but it has {budget} tokens per KV head: use a larger budget or protect=none"
             )
 

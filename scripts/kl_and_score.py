@@ -144,6 +144,10 @@ def figure(rows: pd.DataFrame, ranks: pd.DataFrame, title: str) -> Figure:
         for row in own.to_dict("records"):
             plot = looks[row["policy"]].plot
             fill = "white" if row["budget"] < largest else plot["color"]
+            faint = {"colors": plot["color"], "linewidth": 0.7, "alpha": 0.3, "zorder": 1}
+            axes.vlines(row["kl"], row["score_low"], row["score_high"], **faint)
+            if pd.notna(row["kl_low"]):
+                axes.hlines(row["score"], max(row["kl_low"], own["kl"].min() / 2), row["kl_high"], **faint)
             axes.plot(row["kl"], row["score"], **{**plot, "linestyle": "none", "markerfacecolor": fill})
         words = [
             f"ρ, budget {r.budget}: {estimate(r.rho, r.low, r.high, '+.2f')}"
@@ -157,7 +161,7 @@ def figure(rows: pd.DataFrame, ranks: pd.DataFrame, title: str) -> Figure:
     filled = {name: {**look.plot, "linestyle": "none", "markerfacecolor": look.colour} for name, look in looks.items()}
     handles = [Line2D([], [], **look, label=name) for name, look in filled.items()]
     found.legend(handles=handles, loc="outside right upper", fontsize="x-small")
-    found.suptitle(f"{title}: score against KL", x=0.01, ha="left", fontsize="medium")
+    found.suptitle(f"{title}: score against KL from full, with 95% intervals", x=0.01, ha="left", fontsize="medium")
     return found
 
 

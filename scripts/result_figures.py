@@ -6,20 +6,30 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import kl_and_score
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, ScalarFormatter
 
-from kvbench.report.figures.style import FAINT, HUES, INK, MARKERS, house_style, looks_of, save
+from kvbench.report.figures.style import (
+    FAINT,
+    HUES,
+    INK,
+    MARKERS,
+    by_factors,
+    house_style,
+    looks_of,
+    save,
+    side_by_side,
+    with_intervals,
+)
 
 NEEDLES = ["full", "streamingllm", "h2o", "tova", "snapkv", "ada_snapkv", "cake", "kvec", "keydiff"]
 STORES = ["full", "fp8", "int8", "int4", "nvfp4", "kivi", "turboquant", "turboquant_b3"]
@@ -60,23 +70,25 @@ def figures(pack: Path) -> Iterator[tuple[str, Figure]]:
         yield "depths", depth_maps(needles, f"{title}: one number in 2,048 tokens, by depth")
 
 
-Ends = tuple[pd.Series, pd.Series]
+def points(index: int, **more: object) -> dict[str, Any]:
+    """How the points of one kind look."""
+    colour = HUES[index % len(HUES)]
+    return {"marker": MARKERS[index], "color": colour, "markersize": 4, "linestyle": "none", **more}
 
 
-def interval(axes: Axes, x: Sequence[float], y: Sequence[float], ends: Ends, **look: object) -> None:
-    """Points with vertical intervals."""
-    low, high = (np.asarray(end, dtype=float) for end in ends)
-    mid = np.asarray(y, dtype=float)
-    spread = np.nan_to_num(np.clip([mid - low, high - mid], 0, None))
-    axes.errorbar(x, mid, yerr=spread, capsize=2, elinewidth=0.8, **look)  # type: ignore[arg-type]
+def ends_of(table: pd.DataFrame, low: str = "low", high: str = "high") -> tuple[pd.Series, pd.Series]:
+    """The ends of intervals; NaN where there is none."""
+    return table[low].astype(float), table[high].astype(float)
 
 
-def labelled(figure: Figure, axes: Axes, x_label: str, y_label: str, title: str) -> Figure:
-    """The figure with its labels, its title, and a legend of all policies below it."""
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.set_title(title, loc="left")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+def finished(figure: Figure, axes: Axes, title: str) -> Figure:
+    """The figure with its title, and a legend of all policies below it."""
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
+    handles, labels = axes.get_legend_handles_labels()
+    most = max(1, 112 // (9 + max(map(len, labels), default=0)))
+    columns = -(-len(labels) // max(1, -(-len(labels) // most)))  # rows of equal length
+    if labels:
+        figure.legend(handles, labels, loc="outside lower center", ncols=max(1, columns))
     return figure
 
 
@@ -88,18 +100,15 @@ def averages(table: pd.DataFrame, title: str) -> Figure:
     for index, task in enumerate(tasks):
         label = task.removeprefix("ruler_")
         axes.plot(own[task], own.index, MARKERS[index], color=HUES[index], markersize=4, label=label, alpha=0.75)
-    spread = [own.average - own.low, own.high - own.average]
+    look = {"marker": "|", "color": INK, "markersize": 7, "linestyle": "none"}
     label = "average of the tasks, 95% interval"
-    axes.errorbar(own.average, own.index, xerr=spread, fmt="|", color=INK, capsize=2, elinewidth=0.9, label=label)
+    with_intervals(axes, own.average, own.index, ends_of(own), {**look, "label": label}, of="x")
     shares = own.share_of_full.map(lambda share: "" if pd.isna(share) else f", {share:.0%}")
     axes.set_yticks(own.index, own.policy + shares, fontsize=7)
     axes.set_ylim(len(own) - 0.4, -0.6)
     axes.set_xlim(-0.02, 1.02)
     axes.set_xlabel("score; beside a policy: bytes held, of the full cache's in bfloat16")
-    told = f"{title}, budget 512, question known, n = {own.n.min()} per task"
-    figure.suptitle(told, fontsize=9, x=0.01, ha="left")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return figure
+    return finished(figure, axes, f"{title}, budget 512, question known, n = {own.n.min()} per task")
 
 
 def control(table: pd.DataFrame, title: str) -> Figure:
@@ -114,8 +123,8 @@ def control(table: pd.DataFrame, title: str) -> Figure:
         for number, score in enumerate(scores):
             some = own[(own["score of"] == score) & own.allocation.isin(ALLOCATIONS)]
             x = [ALLOCATIONS.index(name) + 0.14 * (number - (len(scores) - 1) / 2) for name in some.allocation]
-            look = {"fmt": MARKERS[number], "color": HUES[number], "label": score}
-            interval(axes, x, some["mean"], (some.mean_low, some.mean_high), **look)
+            look = points(number, label=score, markersize=5)
+            with_intervals(axes, x, some["mean"], ends_of(some, "mean_low", "mean_high"), look)
         for policy, style in (("full", (0, (6, 2))), ("random", ":")):
             known = whole[(whole["score of"] == policy) & (whole.budget.isna() | (whole.budget == budget))]
             if len(known):
@@ -125,9 +134,7 @@ def control(table: pd.DataFrame, title: str) -> Figure:
         axes.set_xlabel("allocation of the budget to layers and heads")
     grid[0][0].set_ylim(-0.02, 1)
     grid[0][0].set_ylabel("mean score of three tasks of RULER")
-    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
-    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
+    return finished(figure, grid[0][0], f"{title}, RULER, question known: one score under four allocations")
 
 
 def by_policy(table: pd.DataFrame, title: str) -> Figure:
@@ -139,9 +146,7 @@ def by_policy(table: pd.DataFrame, title: str) -> Figure:
     for index, budget in enumerate(budgets):
         some = own[own.budget == budget].set_index("policy")
         y = [order.get_loc(policy) + 0.2 * (index - (len(budgets) - 1) / 2) for policy in some.index]
-        spread = [some.score - some.low, some.high - some.score]
-        look = {"fmt": MARKERS[index], "color": HUES[index], "markersize": 4, "capsize": 2, "elinewidth": 0.8}
-        axes.errorbar(some.score, y, xerr=spread, label=f"budget {budget:.0f}", **look)
+        with_intervals(axes, some.score, y, ends_of(some), points(index, label=f"budget {budget:.0f}"), of="x")
     full = table[table.policy == "full"]
     axes.axvline(full.score.iloc[0], color=FAINT, linestyle=(0, (6, 2)), linewidth=1, label="full")
     axes.set_yticks(range(len(order)), order, fontsize=8)
@@ -149,9 +154,7 @@ def by_policy(table: pd.DataFrame, title: str) -> Figure:
     axes.set_xlim(-0.02, 1.02)
     fewest = f"n = {own.n.min():.0f}" + (f" to {own.n.max():.0f}" if own.n.min() < own.n.max() else "")
     axes.set_xlabel(f"score on {table.task.iloc[0]} with its 95% interval, {fewest}")
-    axes.set_title(title, loc="left")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    return figure
+    return finished(figure, axes, title)
 
 
 def curves(table: pd.DataFrame, title: str) -> Figure:
@@ -159,34 +162,33 @@ def curves(table: pd.DataFrame, title: str) -> Figure:
     policies = [policy for policy in NEEDLES if policy in {*table.policy}]
     looks = looks_of(policies)
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for index, policy in enumerate(policies):
-        some = table[table.policy == policy].sort_values("budget")
-        if policy == "full":
-            axes.axhline(some.score.iloc[0], color=INK, linestyle=(0, (6, 2)), linewidth=1, label="full")
-            continue
-        x = some.budget * 2 ** (0.05 * (index - len(policies) / 2))
-        interval(axes, x, some.score, (some.low, some.high), label=policy, markersize=4, **looks[policy].plot)
     budgets = sorted(table[table.policy.isin(policies)].budget.dropna().unique())
-    axes.set_xscale("log", base=2)
+    by_factors(axes, (budgets[0], budgets[-1]))
     axes.set_xticks(budgets, [f"{budget:.0f}" for budget in budgets])
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(budgets[0] / 1.15, 1.15 * budgets[-1])
+    full = table[table.policy == "full"]
+    axes.axhline(full.score.iloc[0], color=INK, linestyle=(0, (6, 2)), linewidth=1, label="full")
+    evicting = [policy for policy in policies if policy != "full"]
+    for policy, shift in zip(evicting, side_by_side(len(evicting), 120), strict=True):
+        some = table[table.policy == policy].sort_values("budget")
+        look = {**looks[policy].plot, "label": policy, "markersize": 4}
+        with_intervals(axes, some.budget, some.score, ends_of(some), look, shift)
     axes.set_ylim(-0.03, 1.03)
-    x_label = "budget in tokens per KV head and layer (points beside each other have the same budget)"
-    return labelled(figure, axes, x_label, "share of the numbers found", f"{title}, n = {table.n.max():.0f}")
+    axes.set_xlabel("budget in tokens per KV head and layer (markers beside each other have the same budget)")
+    axes.set_ylabel("share of the numbers found")
+    return finished(figure, axes, f"{title}, n = {table.n.max():.0f}")
 
 
 def differences(table: pd.DataFrame, title: str) -> Figure:
     """Differences to the base policy over all budgets, with their intervals."""
     own = table[(table.budget == "all") & (table.task == "all")].reset_index(drop=True)
     figure, axes = plt.subplots(figsize=(7, 0.24 * len(own) + 1.2), layout="constrained")
-    spread = np.clip([own.difference - own.low, own.high - own.difference], 0, None)
-    axes.errorbar(own.difference, own.index, xerr=spread, fmt="o", color=HUES[0], markersize=4, capsize=2, linewidth=1)
+    with_intervals(axes, own.difference, own.index, ends_of(own), points(0), of="x")
     axes.axvline(0, color=FAINT, linewidth=0.8)
     axes.set_yticks(own.index, own.policy + " - " + own.base, fontsize=8)
     axes.set_ylim(len(own) - 0.4, -0.6)
     axes.set_xlabel("difference in score, mean over the budgets, 95% interval (not corrected)")
-    axes.set_title(f"{title}: variants less their bases", loc="left")
-    return figure
+    return finished(figure, axes, f"{title}, question known: variants less their bases")
 
 
 def held(scores: pd.DataFrame, texts: pd.DataFrame, title: str) -> Figure:
@@ -194,52 +196,50 @@ def held(scores: pd.DataFrame, texts: pd.DataFrame, title: str) -> Figure:
     known = {*scores.policy} & {*STORES, *EVICTED} | {*texts.policy} & {*STORES, *EVICTED}
     policies = [policy for policy in (*STORES, *EVICTED) if policy in known]
     figure, grid = plt.subplots(1, 2, figsize=(7.4, 3.6), layout="constrained")
+    shifts = side_by_side(len(policies), 60)
     for axes, table, measure in ((grid[0], scores, "score"), (grid[1], texts, "vs_full")):
-        for index, policy in enumerate(policies):
+        for index, (policy, shift) in enumerate(zip(policies, shifts, strict=True)):
             own = table[table.policy == policy].sort_values("cache_mib")
             own = own.drop_duplicates("budget")
             value = own[measure].fillna(0.0) if policy == "full" else own[measure]
             ends = ("low", "high") if measure == "score" else ("vs_full_low", "vs_full_high")
-            look = {"fmt": MARKERS[index], "color": HUES[index % len(HUES)], "markersize": 5, "label": policy}
+            look = points(index, markersize=5, label=policy)
             look |= {"markerfacecolor": "white"} if policy in EVICTED else {}
-            interval(axes, own.cache_mib, value, (own[ends[0]], own[ends[1]]), **look)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.xaxis.set_minor_locator(NullLocator())
+            with_intervals(axes, own.cache_mib, value, ends_of(own, *ends), look, shift)
+        sizes = table[table.policy.isin(policies)].cache_mib
+        by_factors(axes, (sizes.min(), sizes.max()))
+        axes.margins(x=0.1)
         axes.set_xlabel("cache held, MiB")
     grid[0].set_ylim(-0.03, 1.03)
     grid[0].set_ylabel("share of the numbers found")
-    grid[0].set_title("needles", loc="left")
+    grid[0].set_title(f"one number in 2,048 tokens, n = {scores.n.max():.0f}", loc="left")
     grid[1].axhline(0, color=FAINT, linewidth=0.8)
     grid[1].set_ylabel("nats per token more than full")
     grid[1].set_title(f"Moby Dick, n = {texts.n.max()}", loc="left")
-    figure.suptitle(f"{title}: stores (filled), evictions at several budgets (hollow)", fontsize=9, x=0.01, ha="left")
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    return figure
+    return finished(figure, grid[0], f"{title}: stores (filled), evictions at several budgets (hollow)")
 
 
 def behind_evictions(table: pd.DataFrame) -> Figure:
     """NLL of answers against bytes, for stores behind SnapKV and CAKE: 4 bits filled, 2 bits hollow."""
     figure, grid = plt.subplots(1, 2, figsize=(7.4, 3.8), sharey=True, layout="constrained")
     kinds = ["16 bits", "kivi_g32_r32", "ott_g32_r32", "kcvc_g32_r32", "gear_g32", "zipcache"]
+    shifts = side_by_side(len(kinds), 80)
     for axes, base in zip(grid, ("snapkv", "cake"), strict=True):
         for index, kind in enumerate(kinds):
             for end in ("_int4", "") if index else ("",):
                 own = table[(table.policy == (f"{base}_{kind}{end}" if index else base)) & (table.share < 1)]
                 own = own.sort_values("prompt_kib")
-                x = own.prompt_kib + 0.7 * (index - len(kinds) / 2)
                 look = {"color": HUES[index], "marker": MARKERS[index], "markersize": 5, "linewidth": 1}
                 look |= {"label": f"{kind}{end}", "markerfacecolor": HUES[index] if end or not index else "white"}
                 look["linestyle"] = "-" if end or not index else ":"
-                interval(axes, x, own.nll_vs_full, (own.nll_vs_full_low, own.nll_vs_full_high), **look)
+                ends = ends_of(own, "nll_vs_full_low", "nll_vs_full_high")
+                with_intervals(axes, own.prompt_kib, own.nll_vs_full, ends, look, shifts[index])
         axes.set_title(f"behind {base}", loc="left")
+        axes.margins(x=0.1)
         axes.set_xlabel("KiB held after the prompt")
     grid[0].set_ylabel("nats per token of the answer more than full")
-    handles, labels = grid[0].get_legend_handles_labels()
     title = f"Pocket model, quantized stores behind an eviction, n = {table[table.share < 1].n.max()}"
-    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
-    figure.legend(handles, labels, loc="outside lower center", ncols=4)
-    return figure
+    return finished(figure, grid[0], f"{title}; filled: 4 bits, hollow: 2")
 
 
 def likelihoods(table: pd.DataFrame, title: str) -> Figure:
@@ -250,13 +250,13 @@ def likelihoods(table: pd.DataFrame, title: str) -> Figure:
     for policy in policies:
         own = table[table.policy == policy].sort_values("cache_mib")
         look = {"label": policy, "markersize": 4, **looks[policy].plot}
-        interval(axes, own.cache_mib, own.vs_full, (own.vs_full_low, own.vs_full_high), **look)
+        with_intervals(axes, own.cache_mib, own.vs_full, ends_of(own, "vs_full_low", "vs_full_high"), look)
     axes.axhline(0, color=FAINT, linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_locator(NullLocator())
-    told = f"{title}, n = {table.n.max()}; random is left out"
-    return labelled(figure, axes, "cache held, MiB", "nats per token more than full", told)
+    sizes = table[table.policy.isin(policies)].cache_mib
+    by_factors(axes, (sizes.min(), sizes.max()))
+    axes.set_xlabel("cache held, MiB")
+    axes.set_ylabel("nats per token more than full")
+    return finished(figure, axes, f"{title}, n = {table.n.max()}; random is left out")
 
 
 def depth_maps(own: pd.DataFrame, title: str) -> Figure:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import ClassVar
 
-from kvbench.errors import ConfigError, choice, number, whole_number
+from kvbench.errors import ConfigError, choice, counted, number, whole_number
 from kvbench.tasks.evidence import needle_spans, start_of
 from kvbench.tasks.ruler.templates import NOISE
 from kvbench.tasks.scores import contains, needle_words, rouge1_recall
@@ -132,7 +132,7 @@ class NeedleGrid(Task):
             raise ConfigError(
                 "lengths",
                 length,
-                why=f"is too small for {self.name}: question and needles take {tokens(0)} tokens, a first "
+                why=f"is too small for {self.name}: question and needles take {counted(tokens(0), 'token')}, a first "
                 f"sentence {tokens(1) - tokens(0)}, and {self.max_new_tokens + self.template_tokens} are kept free",
             )
         example = Example(

@@ -17,7 +17,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import ConfigError, UsageError, first_line
+from kvbench.errors import ConfigError, UsageError, counted, first_line
 from kvbench.tasks.task import check_references
 
 Row = Mapping[str, Any]
@@ -191,7 +191,7 @@ def _cells(path: Path, member: str) -> Iterator[dict[str, str]]:
         _row([(name, None) for name in names])
         for row in filter(None, reader):
             if len(row) > len(names):
-                raise UsageError(f"{len(row)} cells, but the header names {len(names)} columns")
+                raise UsageError(f"{counted(len(row), 'cell')}, but the header names {counted(len(names), 'column')}")
             yield dict(zip(names, row, strict=False))
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvbench.api.fields import explaining_calls
 from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.sequence import TokenSampler
-from kvbench.errors import ConfigError, UsageError, as_python, whole_number
+from kvbench.errors import ConfigError, UsageError, as_python, counted, whole_number
 from kvbench.models.answers import Ending, end_tokens
 from kvbench.models.given import borrowed
 from kvbench.models.tokens import Encoder, encode
@@ -20,6 +21,7 @@ from kvbench.policies.policy import Policy
 from kvbench.run import run_config
 
 
+@explaining_calls
 def generate(
     model: PreTrainedModel,
     prompt: Tensor | str,
@@ -121,7 +123,8 @@ def _warn_of_positions(model: PreTrainedModel, tokens: int) -> None:
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is not None and tokens > positions:
         warnings.warn(
-            f"the prompt and max_new_tokens are {tokens} tokens, but the model has {positions} positions: the text may "
+            f"the prompt and max_new_tokens are {counted(tokens, 'token')}, but the model has "
+            f"{counted(positions, 'position')}: the text may "
             "lose its sense behind them",
             stacklevel=3,
         )

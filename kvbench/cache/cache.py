@@ -31,7 +31,7 @@ from kvbench.cache.sequence import CachedSequence, spread
 from kvbench.cache.step import Step, append, no_attention
 from kvbench.cache.tables import Tables, leave_tables
 from kvbench.cache.views import KVLayer, stacked
-from kvbench.errors import ConfigError, as_python
+from kvbench.errors import ConfigError, as_python, counted
 from kvbench.policies.observation import AttentionParams, StepCache
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers, check_next_prompt
@@ -130,7 +130,9 @@ class KVCache(Cache):
         """Begin a sequence for each row of the first call. ValueError for another number of rows later."""
         if rows != (len(self.tables.rows) or len(self.sequences)):
             if len(self.sequences) > 1 or self.sequences[0].started:
-                raise ValueError(f"the cache has {len(self.sequences)} sequences, the model was called with {rows}")
+                raise ValueError(
+                    f"the cache has {counted(len(self.sequences), 'sequence')}, the model was called with {rows}"
+                )
             self._add_sequences(rows, self.policy)
 
     def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from kvbench.errors import counted
+
 
 class Columns(NamedTuple):
     """What the model passes about the tokens of a call: mask [B,N] bool (or [B,M]) of real tokens, None if all are;
@@ -63,7 +65,8 @@ class CallingModel:
         self._dtype, batch, new = queries.dtype, queries.shape[0], queries.shape[2]
         if seen and len(seen) != batch:
             raise ValueError(
-                f"this KVCache has {len(seen)} sequences, but the call brings {batch}: make a cache for every batch, "
+                f"this KVCache has {counted(len(seen), 'sequence')}, but the call brings {batch}: make a "
+                "cache for every batch, "
                 "KVCache(model.config, policy), or call cache.reset() first"
             )
         mask, real = columns.mask, None
@@ -108,5 +111,5 @@ class CallingModel:
                 )
                 if seen[row] and places.shape[1] > 1 and found < 0:  # a text of several tokens, such as another prompt
                     advice = "make a new one, or call reset(), for another text. To continue the text:"
-                    message = f"this KVCache already holds {seen[row]} tokens: {advice} {message}"
+                    message = f"this KVCache already holds {counted(seen[row], 'token')}: {advice} {message}"
                 raise ValueError(message)

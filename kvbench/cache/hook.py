@@ -19,6 +19,7 @@ from kvbench.cache.calls import Columns
 from kvbench.cache.families import InterfaceError, check_interface, layer_slides
 from kvbench.cache.interface import NotATensor, uncompiled
 from kvbench.cache.registration import REGISTRY
+from kvbench.errors import counted
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams
 
@@ -224,14 +225,17 @@ def kvbench_mask(
     if q_length == 0:
         raise ValueError(
             f"the call brings no token that the cache has not seen: it has seen {seen}, so pass the ids of the whole "
-            "text to model.generate, or new ids with an attention_mask of all tokens"
+            "text to model.generate, or new ids with an attention_mask of all tokens; for another text make a new "
+            "KVCache, or call reset()"
         )
     if attention_mask is None or attention_mask.is_meta:  # a trial without numbers has no padding
         return None
     if kv_length is not None and attention_mask.shape[-1] != kv_length:
         raise ValueError(
-            f"attention_mask has {attention_mask.shape[-1]} columns, but the cache has seen {seen} tokens "
-            f"(evicted ones included) and the call brings {q_length}: pass a mask with {kv_length} columns, or none "
+            f"attention_mask has {counted(attention_mask.shape[-1], 'column')}, but the cache has seen "
+            f"{counted(seen, 'token')} "
+            f"(evicted ones included) and the call brings {q_length}: pass a mask with "
+            f"{counted(kv_length, 'column')}, or none "
             "without padding; for another text make a new KVCache, or call reset()"
         )
     return attention_mask.to(torch.bool)[:, None, :, None]

@@ -18,6 +18,7 @@ from kvbench.cache.families import InterfaceError, Layout
 from kvbench.cache.interface import NoRollback
 from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.views import KVLayer
+from kvbench.errors import counted
 
 
 class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
@@ -63,7 +64,8 @@ class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
             size, inputs = before.shape[-1], torch.cat([before, conv_states], dim=-1)
             if new > 1 and not self._continues:
                 raise InterfaceError(
-                    f"a call brings {new} tokens after others, but the recurrent layers of this model restart at every "
+                    f"a call brings {counted(new, 'token')} after others, but the recurrent layers of this "
+                    "model restart at every "
                     "call of several tokens: pass the prompt in one call, and later tokens one by one"
                 )
         if inputs.shape[-1] < size:
@@ -126,6 +128,7 @@ class RecurrentLayers(Extra):
         for row, (sequence, is_padded) in enumerate(zip(sequences, padded, strict=False)):
             if sequence.seen and is_padded:
                 raise ValueError(
-                    f"sequence {row} is padded after the {sequence.seen} tokens it has seen, which would change the "
+                    f"sequence {row} is padded after the {counted(sequence.seen, 'token')} it has seen, which "
+                    "would change the "
                     "states of recurrent layers: pass later prompts of equal length, or one by one"
                 )

@@ -16,6 +16,7 @@ from kvbench.cache.budgets import Budgets
 from kvbench.cache.families import layout_of
 from kvbench.cache.layer import Layer
 from kvbench.cache.watcher import Watcher
+from kvbench.errors import counted
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Span
 
@@ -158,7 +159,8 @@ class CachedSequence:
         missing = self.budgets.prompt - self.seen
         if missing > 0:
             raise ValueError(
-                f"next_prompt was called while {missing} tokens of the last prompt of sequence {self.row} are to come"
+                f"next_prompt was called before the end of the last prompt of sequence {self.row}, which "
+                f"still has {counted(missing, 'token')}"
             )
         check_length(length)
 
@@ -235,7 +237,8 @@ class CachedSequence:
             known = self._given is not None or self.budgets.opened
             first = "" if known else " (the first call, as no length was given)"
             raise ValueError(
-                f"a call brings {count} tokens of sequence {self.row}, but its prompt ends after token {end}{first}: "
+                f"a call brings {counted(count, 'token')} of sequence {self.row}, but its prompt ends after "
+                f"token {end}{first}: "
                 "pass KVCache(..., prompt_length=...) if a prompt is split into several calls, call "
                 "cache.next_prompt(length) before another turn, cache.reset() before another text"
             )
@@ -246,7 +249,8 @@ class CachedSequence:
             )
         if switch is not None and end > switch and 0 < count < end - self.budgets.opened and self.seen < end:
             raise ValueError(
-                f"a call brings {count} tokens of sequence {self.row}, but its prompt ends after token {end}, and "
+                f"a call brings {counted(count, 'token')} of sequence {self.row}, but its prompt ends after "
+                f"token {end}, and "
                 f"beyond {switch} tokens the model rotates keys by the length each call reaches (longrope, "
                 "dynamic NTK): process such a prompt in one call of the model"
             )
@@ -336,5 +340,5 @@ def spread(given: int | Sequence[int] | None, sequences: int, name: str) -> list
     """One number for each sequence, from one for all or a list. ValueError for a list of another length."""
     numbers: Sequence[int | None] = given if isinstance(given, Sequence) else [given] * sequences
     if len(numbers) != sequences:
-        raise ValueError(f"{name} names {len(numbers)} sequences, the model was called with {sequences}")
+        raise ValueError(f"{name} names {counted(len(numbers), 'sequence')}, the model was called with {sequences}")
     return list(numbers)

@@ -1,7 +1,7 @@
 """Layers that attend to the keys and values of an earlier layer, their owner (Gemma 3n, Gemma 4).
 
-The policy evicts by the attention of the owner. The owner evicts after its last reader has attended; if a call has
-several steps of the schedule, readers attend to a copy of the slots at each step.
+The policy evicts by the attention of the owner. The owner evicts after its last reader has attended; if its slots
+change before that (several steps of the schedule in a call, codes after an eviction), readers attend to a copy of them.
 
 Shapes: B batch, H_q query heads, M new tokens of a call, n of them that a reader computes, D head dim.
 """
@@ -77,7 +77,10 @@ class SharedReads(Extra):
 
     def attended(self, step: Step) -> None:
         if step.layer.index in self._layout.owned:
-            self._reads.setdefault(step.layer.index, []).append(step if step.alone else _copied(step))
+            changes = not step.alone or not (
+                step.policy.store.exact or step.policy.schedule.order == "attend_then_evict"
+            )
+            self._reads.setdefault(step.layer.index, []).append(_copied(step) if changes else step)
 
     def attend(self, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:
         """Attention [B,H_q,n,D] of a reader for the last n of a call's `columns`."""

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.copies import together
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import LiveSequence, Request, TokenSampler, script_of
+from kvbench.errors import counted
 from kvbench.models.devices import now
 from kvbench.models.replay import can_replay, check_graph
 from kvbench.policies.policy import Policy
@@ -102,7 +103,9 @@ def generate_tokens(
         raise ValueError("compress=context needs prompts without padding, whose contexts have one length")
     questions = question if isinstance(question, Sequence) else [question] * rows
     if len(questions) != rows:
-        raise ValueError(f"question has {len(questions)} positions, but the batch has {rows} sequences")
+        raise ValueError(
+            f"question has {counted(len(questions), 'position')}, but the batch has {counted(rows, 'sequence')}"
+        )
     requests = [
         Request(
             script_of(ids if mask is None else ids[:, mask[row]], context_tokens),

@@ -19,6 +19,7 @@ from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.watcher import Watcher
 from kvbench.engine.logits import NOT_A_NUMBER
 from kvbench.engine.scores import Scores
+from kvbench.errors import counted
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
 from kvbench.results.samples import Divergence
@@ -69,7 +70,7 @@ def script_of(
     if context is not None and not 0 < context < ids.shape[1]:
         raise ValueError(
             "compress=context needs at least one token of context and one of the question, got "
-            f"{context} tokens of context in a prompt of {ids.shape[1]}"
+            f"{counted(context, 'token')} of context in a prompt of {ids.shape[1]}"
         )
     script = [Feed(part) for part in (ids.split(list(turns), dim=1) if turns else [ids[:, :context]])]
     script += [] if context is None else [Feed(ids[:, context:], "question")]

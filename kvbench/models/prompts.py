@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvbench.errors import UsageError, refusing
+from kvbench.errors import UsageError, counted, refusing
 from kvbench.models.answers import decoded
 from kvbench.models.prompt import Prompt
 from kvbench.models.shared import shared_texts
@@ -287,7 +287,8 @@ class PromptMaker:
         least = (reading.prompt_tokens or 1) + 1
         if example.target is None and len(ids) < least:
             raise UsageError(
-                f"task {self.task.name}: {example.metadata.get('text', example.index)} has {len(ids)} tokens, "
+                f"task {self.task.name}: {example.metadata.get('text', example.index)} has "
+                f"{counted(len(ids), 'token')}, "
                 f"including BOS, but scoring needs at least {least} (min_tokens skips short texts)"
             )
         return ids

@@ -9,6 +9,8 @@ from functools import cache
 
 from transformers import PreTrainedTokenizerBase
 
+from kvbench.errors import counted
+
 log = logging.getLogger(__name__)
 
 
@@ -44,7 +46,10 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: 
     if most is None:
         return Pair(first, second)
     if len(second) > most:
-        raise ValueError(f"a continuation of {len(second)} tokens does not fit the {most} positions of the model")
+        raise ValueError(
+            f"a continuation of {counted(len(second), 'token')} does not fit the {counted(most, 'position')} "
+            "of the model"
+        )
     if len(first) + len(second) > most + 1:
         log.warning("a context is cut on the left from %d tokens to %d", len(first), most + 1 - len(second))
     return Pair((first + second)[-(most + 1) :][: -len(second)], second)

@@ -79,7 +79,9 @@ def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
     run = _run(result, read_yaml(folder / "config.yaml")["config"], fields or {})
     prompts = prompts_for([replace(run, limit=len(result.samples))]).first(None)
     if len(prompts) != len(result.samples):
-        raise RefusedError(f"it has {len(result.samples)} samples, but its task has {len(prompts)} examples")
+        raise RefusedError(
+            f"it has {counted(len(result.samples), 'sample')}, but its task has {counted(len(prompts), 'example')}"
+        )
     for sample, prompt in zip(result.samples, prompts, strict=True):
         if reason := _sample_refused(run, prompt, sample):
             raise RefusedError(f"example {sample.index}: {reason}")
@@ -187,7 +189,8 @@ def _budget_refused(run: Run, prompt: Prompt, kept: list[list[int]], seen: int) 
             return f"layer {layer} holds {tokens:g} tokens per KV head, but its budget is {budget}"
     total, exact = round(sum(map(fmean, kept)), 6), allocator.exact and policy.selection is None
     if round(sum(held), 6) > sum(budgets) or (exact and total != sum(budgets)):
-        return f"it holds {total:g} tokens per KV head in {len(kept)} layers, but its budget is {sum(budgets)}"
+        where = counted(len(kept), "layer")
+        return f"it holds {total:g} tokens per KV head in {where}, but its budget is {sum(budgets)}"
     return None
 
 
@@ -195,7 +198,7 @@ def _bytes_refused(run: Run, sample: Sample) -> str | None:
     seen = sample.prompt_tokens + (sample.decode_steps or 0)
     full, positions = run.checkpoint.full_cache_bytes(seen), run.checkpoint.full_position_bytes(seen)
     if sample.full_cache_bytes != full or sample.full_position_bytes not in (0, positions):
-        return f"its full cache has {sample.full_cache_bytes} bytes, but {seen} tokens take {full}"
+        return f"its full cache has {sample.full_cache_bytes} bytes, but {counted(seen, 'token')} take {full}"
     width = run.checkpoint.dtype.itemsize if run.policy.store.exact else 0
     position = 0 if run.policy.generator is not None else POSITION
     layers = zip(sample.kept_tokens or [], _heads_and_numbers(run), strict=True)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, counted
 from kvbench.policies.allocators.allocator import Allocator, required_length
 from kvbench.policies.allocators.headkv import read_importance
 from kvbench.policies.checks import number, whole_number
@@ -66,7 +66,7 @@ class DuoAttention(Allocator):
         """The mean over the heads of each layer, rounded down."""
         if layers != len(self._streams):
             raise ConfigError(
-                "importance", self.importance, why=f"has {len(self._streams)} layers, the model has {layers}"
+                "importance", self.importance, why=f"has {counted(len(self._streams), 'layer')}, the model has {layers}"
             )
         length, width = required_length(length, "duoattention"), self._streams.shape[1]
         few = min(self.sinks + self.recent, length)

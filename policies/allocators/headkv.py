@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, counted
 from kvbench.policies.allocators.allocator import Allocator, check_equal_heads, required_length
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.checks import number
@@ -96,7 +96,7 @@ class HeadKV(Allocator):
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         if layers != self._shares.shape[0]:
             raise ConfigError(
-                "importance", self.importance, why=f"has {len(self._shares)} layers, the model has {layers}"
+                "importance", self.importance, why=f"has {counted(len(self._shares), 'layer')}, the model has {layers}"
             )
         length = required_length(length, "headkv")
         base = total / layers - floor

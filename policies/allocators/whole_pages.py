@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, counted
 from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator, even_shares
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.ranking import Ranking
@@ -105,5 +105,5 @@ def check_pages(name: str, pages: Pages, scorer: Scorer, budget: int) -> None:
     if pages.unit == "page" and whole(pages, budget) < max(least, 1) * pages.length:
         raise ValueError(
             f"a budget of {budget} tokens is too small for {name}: {first} first and {newest} newest tokens are always "
-            f"kept, in up to {least} pages of {pages.length} tokens"
+            f"kept, in up to {counted(least, 'page')} of {counted(pages.length, 'token')}"
         )

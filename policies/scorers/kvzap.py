@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, counted
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import calibrated_file
 from kvbench.policies.describe import FILE
@@ -107,7 +107,7 @@ class KVzap(Scorer):
         heads: KV heads of the layer; with one token set per query head, each gets the score of its KV head.
         """
         if layer >= len(self._layers):
-            raise self._wrong(f"has {len(self._layers)} layers, the model more")
+            raise self._wrong(f"has {counted(len(self._layers), 'layer')}, the model more")
         gate = {name: x.to(hidden.device) for name, x in self._layers[layer].items()}
         x = widen(hidden)
         gate = {name: tensor.to(x.dtype) for name, tensor in gate.items()}

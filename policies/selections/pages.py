@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvbench.errors import counted
 from kvbench.policies.checks import check_choices, whole_number
 from kvbench.policies.ranking import LAST, Ranking
 from kvbench.policies.selections.selection import Selection
@@ -76,7 +77,8 @@ class Pages(Selection):
         if bool((fixed.sum(-1) > pages[:, None]).any()):
             most, allowed = int(fixed.sum(-1).max()), int(pages.min())
             raise ValueError(
-                f"{most} pages of {self.length} tokens hold tokens that are always kept, but the budget has {allowed} "
+                f"{counted(most, 'page')} of {counted(self.length, 'token')} hold tokens that are always "
+                f"kept, but the budget has {allowed} "
                 "pages: use a larger budget or protect fewer tokens"
             )
         scores = self._reduced(ranking.scores.double().masked_fill(~occupied, -torch.inf), page, "amax")

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 from jinja2.exceptions import TemplateError
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, counted
 from kvbench.tasks.instructions.rules import LETTERS, any_character
 from kvbench.tasks.instructions.verify import check_nltk, seed_language_detection
 from kvbench.tasks.longbench.metrics import plain
@@ -279,7 +279,8 @@ def _set_fewshot(tasks: Mapping[str, LmTask], count: int | None) -> None:
         evaluated = split is not None and split == (task.config.test_split or task.config.validation_split)
         available = max(len(task.sampler.fewshot_docs()) - evaluated, 0) if needed else 0
         if needed > available:
-            why = f"of {name} needs {needed} examples, but the split {split} has {available}: add it to data_dir"
+            why = f"of {name} needs {counted(needed, 'example')}, but the split {split} has {available}: "
+            why += "add it to data_dir"
             raise ConfigError("num_fewshot", needed, why=f"{why}, or set a smaller num_fewshot")
 
 

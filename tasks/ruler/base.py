@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvbench.errors import choice
+from kvbench.errors import choice, counted
 from kvbench.tasks.ruler.templates import Draft
 from kvbench.tasks.scores import contains
 from kvbench.tasks.task import Example, Task, Tokenizer, counts
@@ -120,7 +120,8 @@ class RulerTask(Task):
     def too_small(self, needed: int) -> ValueError:
         """The error for a length that is too small for any prompt of this task."""
         return ValueError(
-            f"length={self.length} is too small for {self.name}: its smallest prompt takes {needed} tokens and "
+            f"length={self.length} is too small for {self.name}: its smallest prompt takes "
+            f"{counted(needed, 'token')} and "
             f"{self.max_new_tokens + self.template_tokens} more are kept for the answer and the chat template"
         )
 

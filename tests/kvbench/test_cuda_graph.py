@@ -16,6 +16,7 @@ from kv_presets import kinds
 from kv_runs import finish, kept_now
 from kv_watch import Ledger, ledger_of
 from op_tape import Tape, record
+from parameters import few_fast
 from torch import Tensor
 
 from kvbench import make_policy
@@ -99,7 +100,7 @@ def finished(flight: DecodeBatch, rows: Sequence[LiveSequence]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("slug", dense())
+@pytest.mark.parametrize("slug", few_fast(dense(), dense()[::2], pytest.mark.slow("replays every kind")))
 def test_replayed_steps_equal_called_ones(slug: str, counts: Counts) -> None:
     model, found = llama(), []
     for graph in (True, False):

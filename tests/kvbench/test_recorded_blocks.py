@@ -10,6 +10,7 @@ from kv_presets import kinds
 from kv_runs import finish
 from kv_watch import Ledger, ledger_of
 from op_tape import Tape, record
+from parameters import few_fast
 
 from kvbench import make_policy
 from kvbench.cache.attend.triton import TritonBackend
@@ -74,7 +75,7 @@ def contents(sequence: LiveSequence) -> list[Any]:
     return [sequence.tokens, shown, sequence.cache.peak_nbytes, counts, [layer.positions.tolist() for layer in layers]]
 
 
-@pytest.mark.parametrize("slug", recordable())
+@pytest.mark.parametrize("slug", few_fast(recordable(), recordable()[::2], pytest.mark.slow("replays every kind")))
 @pytest.mark.usefixtures("tape")
 def test_replayed_blocks_equal_called_ones(slug: str) -> None:
     (called,), (replayed,) = run([policy_of(slug)], False), run([policy_of(slug)], True)

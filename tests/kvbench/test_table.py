@@ -29,7 +29,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Schedule
 
 BUDGETS = (40, 56)
-SEVERAL = ("h2o", "tova", "caote_snapkv", "full", "ada_snapkv", "snapkv", "d2o", "kvec", "cake", "streamingllm")
+SEVERAL = ("h2o", "caote_snapkv", "full", "ada_snapkv", "d2o", "kvec", "cake")
 
 
 def policies(slugs: Sequence[str], budgets: Sequence[int] = BUDGETS) -> list[Policy]:

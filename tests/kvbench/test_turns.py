@@ -8,6 +8,7 @@ import torch
 from kv_models import CodePoints, prompt, tiny
 from kv_presets import kinds
 from kv_runs import kept_now
+from parameters import few_fast
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -57,7 +58,7 @@ def conversation(held: KVCache, ids: Tensor, chunks: int = 1) -> Tensor:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("slug", kinds())
+@pytest.mark.parametrize("slug", few_fast(kinds(), kinds()[::2], pytest.mark.slow("runs every kind")))
 def test_every_prompt_of_a_conversation_is_brought_to_the_budget(slug: str) -> None:
     policy = built(slug)
     held = KVCache(model().config, policy, TURNS[0], question=TURNS[0] - 5)

@@ -42,10 +42,12 @@ def decodes_in_kernels(interpret: Interpreter, case: str) -> None:
     same(interpret, slug, family=family, lengths=[48 - 3 * row for row in range(int(rows))], budget=budget)
 
 
+@pytest.mark.slow("interprets kernels")
 def test_the_parts_of_a_prompt_are_scored_by_their_own_queries_beside_the_kernels(interpret: Interpreter) -> None:
     same(interpret, "fair_snapkv", lengths=[24], budget=14, fields={"window": 6}, parts=(0, 10))
 
 
+@pytest.mark.slow("interprets kernels")
 def test_a_budget_that_is_a_share_of_all_tokens_is_kept_beside_the_kernels(interpret: Interpreter) -> None:
     same(interpret, "tova", lengths=[24], budget=0.5, fields={"decode": "share"})
 

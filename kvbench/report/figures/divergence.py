@@ -57,4 +57,4 @@ def _panel(axes: Axes, rows: Sequence[Result], looks: Mapping[str, Look]) -> Non
             axes.plot(*zip(*curve, strict=True), label=line, **looks[line].plot)
     points = [point for curve in curves.values() for point in curve]
     for which, values in zip("xy", zip(*points, strict=True), strict=False):
-        by_factors(axes, (min(values), max(values)), which)
+        by_factors(axes, (min(values), max(values)), which, whole=which == "x")

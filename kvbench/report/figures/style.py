@@ -164,24 +164,29 @@ def by_layer(axes: Axes) -> None:
 _STEPS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9))
 
 
-def by_factors(axes: Axes, ends: Sequence[float], which: str = "x") -> None:
-    """Make the x (or y) axis logarithmic, with plain numbers near the data. ends: the smallest and largest value."""
+def by_factors(axes: Axes, ends: Sequence[float], which: str = "x", whole: bool = False) -> None:
+    """Make the x (or y) axis logarithmic, with plain numbers near the data. ends: the smallest and largest value.
+
+    whole: the axis counts something, so that only whole numbers are marked.
+    """
     axis = axes.xaxis if which == "x" else axes.yaxis
     getattr(axes, f"set_{which}scale")("log")
-    axis.set_major_locator(FixedLocator(log_ticks(*ends)))
+    axis.set_major_locator(FixedLocator(log_ticks(min(ends), max(ends), whole)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
 
 
-def log_ticks(low: float, high: float) -> list[float]:
-    """At least four round numbers from `low` to `high`; evenly spaced ones in a narrow range."""
+def log_ticks(low: float, high: float, whole: bool = False) -> list[float]:
+    """At least four round numbers from `low` to `high`; evenly spaced ones in a narrow range. whole: no fractions."""
     powers = range(int(np.floor(log10(low))) - 1, int(np.ceil(log10(high))) + 2)
     for steps in _STEPS:
         ticks = [step * 10.0**power for power in powers for step in steps]
         ticks = [float(f"{tick:.6g}") for tick in ticks if low / 1.05 <= tick <= 1.05 * high]
+        ticks = [tick for tick in ticks if tick.is_integer()] if whole else ticks
         if len(ticks) >= 4:
             return ticks[:: -(-len(ticks) // 8)]
-    return [float(f"{tick:.6g}") for tick in MaxNLocator(5).tick_values(low, high) if tick > 0]
+    locator = MaxNLocator(5, integer=whole)
+    return [float(f"{tick:.6g}") for tick in locator.tick_values(low, high) if tick > 0]
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
@@ -215,13 +220,18 @@ def with_intervals(
     ends: tuple[Sequence[float], Sequence[float]],
     look: Mapping[str, Any],
     shift: float = 0.0,
+    of: str = "y",
 ) -> None:
-    """A line or points with vertical intervals. ends: lower and upper ends; NaN: no interval. look: arguments of
-    `Axes.plot`, such as `Look.plot` and a label. shift: points to the right (`side_by_side`).
+    """A line or points with intervals of y (or x). ends: lower and upper ends; NaN: no interval. look: arguments of
+    `Axes.plot`, such as `Look.plot` and a label. shift: points to the right, or downwards (`side_by_side`).
     """
-    place = shifted(axes, shift)
-    axes.vlines(x, *ends, colors=look["color"], linewidth=0.9, alpha=0.5, transform=place)
+    place = shifted(axes, shift) if of == "y" else shifted(axes, -shift, "y")
+    lines, at = (axes.vlines, x) if of == "y" else (axes.hlines, y)
+    lines(at, *ends, colors=look["color"], linewidth=0.9, alpha=0.5, transform=place)
     axes.plot(x, y, transform=place, **{"zorder": 3, **look})
+    for corner in ((x, y), *((x, end) if of == "y" else (end, y) for end in ends)):
+        axes.update_datalim(np.column_stack(corner))  # matplotlib leaves out what is shifted
+    axes.autoscale_view()
 
 
 def byte_unit(largest: float) -> tuple[str, int]:
