@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from transformers import PreTrainedTokenizerBase
 
 from kvbench.api.evaluate import Model, evaluate
-from kvbench.api.fields import AskFields
+from kvbench.api.fields import AskFields, explaining_calls
 from kvbench.errors import UsageError, as_python, whole_number
 from kvbench.policies.policy import Policy
 from kvbench.tasks.task import Example, Shared, Task, Tokenizer
@@ -41,6 +41,7 @@ class Questions(Task):
         return 0.0
 
 
+@explaining_calls
 def ask(
     model: Model,
     tokenizer: PreTrainedTokenizerBase | None = None,

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, Unpack
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvbench.api.fields import Fields
+from kvbench.api.fields import Fields, explaining_calls
 from kvbench.api.results import Results
 from kvbench.config.folders import own_folders
 from kvbench.engine.compute import compute_runs
@@ -31,6 +31,7 @@ Model: TypeAlias = PreTrainedModel | str | Path
 _PLURAL = {"policy": "policies", "budget": "budgets", "task": "tasks"}
 
 
+@explaining_calls
 def evaluate(
     model: Model,
     tokenizer: PreTrainedTokenizerBase | None = None,

@@ -1,10 +1,32 @@
-"""The keywords of `evaluate` and `ask` beyond their own arguments, for type checkers and editors."""
+"""The arguments of `evaluate`, `ask` and `generate`: keywords for type checkers and editors, and wrong calls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, ParamSpec, TypedDict, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def explaining_calls(function: Callable[P, T]) -> Callable[P, T]:
+    """A public function whose TypeError for wrong arguments shows how it is called."""
+    parameters = inspect.signature(function)
+    first = [name for name, one in parameters.parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    shown = f"{function.__name__}({', '.join(first)}, *, ...)"
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            parameters.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}: {error}; call it as {shown}, other arguments by name") from None
+        return function(*args, **kwargs)
+
+    return called
 
 
 class RunFields(TypedDict, total=False):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvbench.api.fields import explaining_calls
 from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.sequence import TokenSampler
 from kvbench.errors import ConfigError, UsageError, as_python, counted, whole_number
@@ -20,6 +21,7 @@ from kvbench.policies.policy import Policy
 from kvbench.run import run_config
 
 
+@explaining_calls
 def generate(
     model: PreTrainedModel,
     prompt: Tensor | str,

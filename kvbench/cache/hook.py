@@ -225,7 +225,8 @@ def kvbench_mask(
     if q_length == 0:
         raise ValueError(
             f"the call brings no token that the cache has not seen: it has seen {seen}, so pass the ids of the whole "
-            "text to model.generate, or new ids with an attention_mask of all tokens"
+            "text to model.generate, or new ids with an attention_mask of all tokens; for another text make a new "
+            "KVCache, or call reset()"
         )
     if attention_mask is None or attention_mask.is_meta:  # a trial without numbers has no padding
         return None

@@ -31,7 +31,6 @@ GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"stop": "end"}, "stop must be a list of strings"),
     ({"attention_mask": torch.ones(1, 3)}, r"attention_mask must be a tensor \[B,T\] .* got \[1, 3\]"),
     ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, got 0"),
-    ({"max_new_tokens": 1.5}, "max_new_tokens must be a whole number"),
     ({"min_new_tokens": -1}, "min_new_tokens must be a whole number of at least 0"),
     ({"context_tokens": 1.5}, "context_tokens must be a whole number"),
     ({"seed": -1}, "seed must be a whole number of at least 0"),
@@ -120,3 +119,26 @@ WRONG_CALLS: dict[str, Callable[[], object]] = {
 def test_a_wrong_call_is_one_sentence(sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{sentence}"):
         WRONG_CALLS[sentence]()
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "words"),
+    [
+        (generate, (MODEL, "tokenizer", "text"), "generate: multiple values for argument 'policy'.*, prompt, policy,"),
+        (
+            evaluate,
+            (MODEL, "tokenizer", ["snapkv"]),
+            r"too many positional .* evaluate\(model, tokenizer, \*, \.\.\.\)",
+        ),
+        (
+            kvbench.ask,
+            (MODEL, "tokenizer", "text", "why?"),
+            r"too many positional .* ask\(model, tokenizer, context, \*",
+        ),
+    ],
+)
+def test_a_call_with_wrong_positions_is_answered_with_the_order(
+    call: Callable[..., Any], arguments: tuple[Any, ...], words: str
+) -> None:
+    with pytest.raises(TypeError, match=words):
+        call(*arguments, policy="snapkv")
