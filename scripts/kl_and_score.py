@@ -33,6 +33,8 @@ KL_SAMPLES = "kl_samples.csv"
 RESAMPLES = 2000
 LEAST = 5
 """The fewest policies of a correlation, and the fewest examples of an interval."""
+DISTINCT = 3
+"""The fewest different scores: with two, every resample gives the same ranks."""
 
 
 def kl_samples(runs: Sequence[Path]) -> pd.DataFrame:
@@ -111,7 +113,7 @@ def correlation(
     Of both measures, the same examples are drawn for all policies.
     """
     first, second = (np.array([x.mean() for x in values]) for values in (kl, scores))
-    if len(kl) < LEAST or len(set(first)) < 2 or len(set(second)) < 2:
+    if len(kl) < LEAST or len(set(first)) < DISTINCT or len(set(second)) < DISTINCT:
         return None, None, None
     rng, drawn = np.random.default_rng(seed), []
     examples = [min(map(len, values)) for values in (kl, scores)]

@@ -140,3 +140,9 @@ def drawn(
     shapes = ((query_heads, tokens, 8), (kv_heads, tokens, 8), (kv_heads, tokens, 8))
     q, k, v = (torch.randn(1, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     return q, k, v
+
+
+def chosen(ranking: Ranking, keep: int) -> list[list[int]]:
+    """Positions that a ranking of one sequence keeps of each head, ascending."""
+    kept = ranking.select(keep)[0]
+    return [sorted(ranking.positions[0, head][kept[head]].tolist()) for head in range(len(kept))]

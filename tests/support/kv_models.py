@@ -180,13 +180,14 @@ def generated(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, **k
 
 
 class Projects:
-    """A model's layer with an output projection of its own."""
+    """A model's layer without rotary embeddings, with an output projection of its own."""
 
-    def __init__(self, matrices: Tensor) -> None:
-        self._matrices = matrices
+    def __init__(self, matrices: Tensor | None = None) -> None:
+        self._matrices = torch.zeros(0) if matrices is None else matrices
 
     def rotation(self, positions: Tensor) -> Rotation:
-        raise AssertionError("not asked")
+        none = torch.zeros(*positions.shape, 0)
+        return Rotation(none, none)
 
     def output_projection(self) -> Tensor:
         return self._matrices

@@ -5,25 +5,13 @@ from kv_crafted import observed
 from kv_models import Projects
 from kvpress_kept import assert_same, presses
 
-from kvbench.policies.model_layer import Rotation
 from kvbench.policies.scorers.capkv import CapKV
-
-
-class Unrotated(Projects):
-    """A layer without rotary embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.zeros(0))
-
-    def rotation(self, positions: torch.Tensor) -> Rotation:
-        empty = torch.zeros(*positions.shape, 0)
-        return Rotation(empty, empty)
 
 
 def test_leverage_among_weighted_values() -> None:
     """Cosines 1 and 0, so weights 1 and e^-5; orthogonal values of length 2: A = diag(1 + 4 w), s = 4 w / (1 + 4 w)."""
     keys, queries = torch.tensor([[[[2.0, 0], [0, 3]]]]), torch.tensor([[[[1.0, 0], [5, 0]]]])
-    seen = observed(keys, queries, values=2 * torch.eye(2)[None, None], model=Unrotated())
+    seen = observed(keys, queries, values=2 * torch.eye(2)[None, None], model=Projects())
     scorer = CapKV(sinks=0, epsilon=0.0)
     scorer.observe(seen, {})
     weights = torch.tensor([[[1.0, 0.0]]]).sub(1).mul(5).exp()

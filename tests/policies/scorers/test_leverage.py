@@ -2,24 +2,12 @@
 
 import torch
 from kv_crafted import drawn, observed, rankings
-from kv_models import prompt
+from kv_models import Projects, prompt
 from kvpress_kept import FAMILIES, policy_keeps, press_scores, presses, rank_correlation, small
 from torch import Tensor
 
 from kvbench import make_policy
-from kvbench.policies.model_layer import Rotation
 from kvbench.policies.scorers.leverage import Leverage
-
-
-class DoesNotRotate:
-    """A model's layer whose keys are what they were before the rotation."""
-
-    def rotation(self, positions: Tensor) -> Rotation:
-        none = torch.zeros(*positions.shape, 0, dtype=torch.float64)
-        return Rotation(none, none)
-
-    def output_projection(self) -> Tensor:
-        raise AssertionError("not asked")
 
 
 def hat(keys: Tensor) -> Tensor:
@@ -30,7 +18,7 @@ def hat(keys: Tensor) -> Tensor:
 
 def scores(keys: Tensor, positions: Tensor | None = None, **fields: float) -> Tensor:
     scorer = Leverage(epsilon=1e-9, **fields)
-    return scorer.score(observed(keys, positions=positions, model=DoesNotRotate()), {})
+    return scorer.score(observed(keys, positions=positions, model=Projects()), {})
 
 
 def test_a_sketch_as_wide_as_the_keys_changes_no_leverage() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kv_crafted import Crafted, drawn
+from kv_crafted import Crafted, chosen, drawn
 from kvpress_kept import assert_same, presses
 
 from kvbench import make_policy
@@ -15,12 +15,6 @@ def ranked(scores: list[list[float]], positions: list[list[int]], stays: set[int
     places = torch.tensor([positions])
     protected = torch.tensor([[[p in stays for p in head] for head in positions]])
     return Ranking(torch.tensor([scores]), None, places, protected, torch.tensor([places.max() + 1]))
-
-
-def chosen(ranking: Ranking, keep: int) -> list[list[int]]:
-    """Positions kept of each head, ascending."""
-    kept = ranking.select(keep)[0]
-    return [sorted(ranking.positions[0, head][kept[head]].tolist()) for head in range(len(kept))]
 
 
 def test_the_chunks_with_the_highest_mean_stay_and_the_last_one_gives_its_best() -> None:

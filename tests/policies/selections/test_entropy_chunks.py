@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_crafted import Crafted, drawn
+from kv_crafted import Crafted, chosen, drawn
 from task_data import recorded
 
 from kvbench import make_policy
@@ -19,12 +19,6 @@ def ranked(scores: Any, positions: Any = None) -> Ranking:
     x = torch.tensor(scores, dtype=torch.float64)[None]
     places = torch.arange(x.shape[2]).expand(x.shape) if positions is None else torch.tensor(positions)[None]
     return Ranking(x, None, places, torch.zeros(x.shape, dtype=torch.bool), torch.tensor([int(places.max()) + 1]))
-
-
-def chosen(ranking: Ranking, keep: int) -> list[list[int]]:
-    """Positions kept of each head, ascending."""
-    kept = ranking.select(keep)[0]
-    return [sorted(ranking.positions[0, head][kept[head]].tolist()) for head in range(len(kept))]
 
 
 SPIKY = [[0.0, 9, 0, 0, 2, 2, 2, 2, 1, 1, 1, 1.5, 0, 0, 0, 0.1]]
