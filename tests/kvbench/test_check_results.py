@@ -22,7 +22,7 @@ Doctor = Callable[[Path], object]
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of the pocket model; two sampled answers per prompt, and a logger."""
+    """Runs of the pocket model; one with its divergence; two sampled answers per prompt, and a logger."""
     out = tmp_path_factory.mktemp("runs") / "mine"
     shared = ["policy=" + POLICIES, "budget=64", "limit=3", f"out={out}"]
     context = [
@@ -34,36 +34,11 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "task.max_new_tokens=12",
     ]
     assert run(["-m", *shared, "task=ruler/niah_single_1", *context]) == 0
+    alone = ["policy=tova", "budget=64", "limit=2", "task=ruler/niah_single_1", *context[-2:], "task.divergence=true"]
+    assert run([*alone, f"out={out}"]) == 0
     sampled = ["policy=h2o", "budget=64", "task=niah", "task.lengths=[200]", "limit=1", "generation.temperature=1.0"]
     assert run([*sampled, "generation.samples=2", f"out={out}", "logger=wandb", "logger.mode=disabled"]) == 0
     return out
-
-
-def first(name: str, value: float) -> Callable[[Line], object]:
-    """Gives the first token of an answer another number of its divergence."""
-    return lambda line: line["divergence"][name].__setitem__(0, value)
-
-
-@pytest.mark.parametrize(
-    ("doctor", "reason"),
-    [
-        (first("kl", -0.5), "a KL below 0"),
-        (first("same_top", 2), "a flag that is neither 0 nor 1"),
-        (lambda line: line["divergence"]["kl"].pop(), "numbers, but"),
-        (lambda line: line.pop("divergence"), "it has no divergence from full"),
-    ],
-)
-def test_the_divergence_of_an_honest_run_agrees_and_a_doctored_one_is_refused(
-    doctor: Callable[[Line], object], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = ["task=niah", "task.lengths=[200]", "limit=2", "task.divergence=true", f"out={tmp_path}"]
-    assert run(["policy=h2o", "budget=64", *small]) == 0
-    assert main(["check", str(tmp_path)]) == 0
-    (folder,) = tmp_path.glob("pocket-h2o-*")
-    each_line(folder, doctor)
-    capsys.readouterr()
-    assert main(["check", str(tmp_path)]) == 1
-    assert reason in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -112,6 +87,11 @@ def line(only: int | None = 1, **fields: Any) -> Doctor:
 
 def head(line: Line, layer: int, kv_head: int, tokens: int) -> None:
     line["kept_tokens"][layer][kv_head] = tokens
+
+
+def first(name: str, value: float) -> Callable[[Line], object]:
+    """Gives the first token of an answer another number of its divergence."""
+    return lambda line: line["divergence"][name].__setitem__(0, value)
 
 
 def config(change: Callable[[Line], object]) -> Doctor:
@@ -184,6 +164,10 @@ DOCTORED: dict[str, tuple[str, Doctor, str]] = {
         text("samples.jsonl", '"spare_bytes": ', '"spare_bytes": 1'),
         "metrics.json does not contain the metrics of its samples (spare_bytes)",
     ),
+    "a KL": ("tova", lambda f: each_line(f, first("kl", -0.5)), "a KL below 0"),
+    "a flag": ("tova", lambda f: each_line(f, first("same_top", 2)), "a flag that is neither 0 nor 1"),
+    "numbers of tokens": ("tova", lambda f: each_line(f, lambda x: x["divergence"]["kl"].pop()), "numbers, but"),
+    "no divergence": ("tova", lambda f: each_line(f, lambda x: x.pop("divergence")), "it has no divergence from full"),
     "the metrics": (
         "knorm",
         text("metrics.json", '"score_low": 0', '"score_low": 1'),
@@ -214,7 +198,7 @@ def test_honest_runs_agree_with_their_samples(honest: Path, capsys: pytest.Captu
     (folder / "metrics.json").write_text(json.dumps(another))
     assert main(["check", str(honest)]) == 0
     (folder / "metrics.json").write_text(json.dumps(written))
-    assert capsys.readouterr().out == f"{honest}: the samples agree in 8 of 8 runs\n"
+    assert capsys.readouterr().out == f"{honest}: the samples agree in 9 of 9 runs\n"
 
 
 @pytest.mark.parametrize("what", DOCTORED)
