@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from kvbench.report.figures.panels import notes, panels_of, several_models
 from kvbench.report.figures.sheet import Paper, Sheet
-from kvbench.report.figures.style import FAINT, INK, PAPER, Look, shown
+from kvbench.report.figures.style import INK, PAPER, Look, shown
 from kvbench.results.result import Result
 
 _PARTS = (
@@ -57,5 +57,5 @@ def _bars(axes: Axes, rows: Sequence[Result], labels: Sequence[str]) -> None:
     axes.set_yticks(range(len(rows)), labels)
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
-    axes.set_xlabel("share of the examples", color=shown(FAINT))
+    axes.set_xlabel("share of the examples")
     axes.grid(visible=False, axis="y")
