@@ -89,9 +89,10 @@ def test_a_command_that_a_page_shows_is_accepted(command: str) -> None:
 
 ELSEWHERE = re.compile(
     r"data_dir|hub=|path=|include_path|lm_eval|slurm|my-project|mlflow|tensorboard|stats=|longbench|scbench|loogle"
-    r"|infinitebench|needlebench|aime|pg19|booksum|experiment=|pocket|kvzap|countdown|dictated|8192"
+    r"|infinitebench|needlebench|aime|pg19|booksum|experiment=|pocket|kvzap|countdown|dictated|8192|watch="
 )
-"""Words of commands that need data, a cluster or a service, or take minutes. test_answers.py runs those of its page."""
+"""Words of commands that need data, a cluster or a service, or take minutes. test_answers.py and test_examples.py run
+those of their pages."""
 
 
 @pytest.mark.slow("computes an example of every run")

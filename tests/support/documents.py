@@ -1,6 +1,7 @@
 """The pages of the repository and their texts, as tests of the documentation read them."""
 
 import re
+import shlex
 from pathlib import Path
 
 from kvbench import make_policy
@@ -41,5 +42,6 @@ def policy_exists(name: str) -> bool:
 def runs(text: str) -> list[list[str]]:
     """The words after `kvbench` of every run and sweep in a text's blocks of code, without comments."""
     lines = (line.partition(" #")[0].strip().removeprefix("$ ") for line in text.splitlines())
-    found = [line.removeprefix("python -m ").split()[1:] for line in lines if re.match("(python -m )?kvbench ", line)]
+    commands = (line.removeprefix("python -m ") for line in lines if re.match("(python -m )?kvbench ", line))
+    found = [shlex.split(command)[1:] for command in commands]
     return [words for words in found if words and (words[0] == "-m" or "=" in words[0])]  # no prose, no sub-command
