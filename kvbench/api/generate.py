@@ -126,5 +126,5 @@ def _warn_of_positions(model: PreTrainedModel, tokens: int) -> None:
             f"the prompt and max_new_tokens are {counted(tokens, 'token')}, but the model has "
             f"{counted(positions, 'position')}: the text may "
             "lose its sense behind them",
-            stacklevel=3,
+            stacklevel=4,  # the caller of `generate`, which is wrapped
         )

@@ -162,7 +162,7 @@ KEPT, PROMPT = 36, 40
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": torch.ones(1, PROMPT)}, "attention_mask has 40 columns, but the cache has seen 40 tokens"),
     ({"attention_mask": torch.ones(1, KEPT + 1)}, "attention_mask has 37 columns"),
-    ({"attention_mask": torch.ones(1, 1)}, "attention_mask has 1 columns"),
+    ({"attention_mask": torch.ones(1, 1)}, "attention_mask has 1 column,"),
     ({"attention_mask": torch.ones(1, PROMPT + 4)}, "pass a mask with 41 columns, or none without padding"),
     ({"attention_mask": torch.tensor([[0] * 5 + [1] * 36])}, "marks 35 earlier tokens of sequence 0, but .* seen 40"),
     ({"position_ids": torch.tensor([[KEPT]])}, "position_ids of sequence 0 do not continue .* got 36 where 40 follows"),

@@ -108,7 +108,7 @@ def test_a_prompt_is_opened_once_the_last_one_is_in() -> None:
     with pytest.raises(ValueError, match="before the first prompt, whose length is given already"):
         cache.next_prompt(3)
     model(ids[:, :2], past_key_values=cache)
-    with pytest.raises(ValueError, match="3 tokens of the last prompt of sequence 0 are to come"):
+    with pytest.raises(ValueError, match="the last prompt of sequence 0, which still has 3 tokens"):
         cache.next_prompt(3)
     model(ids[:, 2:], past_key_values=cache)
     for wrong in (0, True, 2.5, [2, 3]):

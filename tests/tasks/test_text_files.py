@@ -62,7 +62,7 @@ def test_rows_are_the_same_in_every_form(name: str, tmp_path: Path) -> None:
         ("a.parquet", b"PAR1 and nothing", r"a\.parquet, row 1: the file is damaged"),
         ("a.csv", b'text\n"cut o', r"a\.csv, row 1: the file is damaged"),
         ("a.csv", b"text,text\na,b", r"a\.csv, row 1: two fields are named 'text'"),
-        ("a.csv", b"text\na\nb,c", r"a\.csv, row 2: 2 cells, but the header names 1 columns"),
+        ("a.csv", b"text\na\nb,c", r"a\.csv, row 2: 2 cells, but the header names 1 column"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}', r"a\.jsonl, row 2: two fields are named 'text'"),
         ("a.json", b'[{"text": "b", "text": "c"}]', r"a\.json, row 1: two fields are named 'text'"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}', r"a\.jsonl, row 2: text has half of a character"),

@@ -212,7 +212,7 @@ def test_a_prompt_within_the_capacity_is_the_full_cache() -> None:
 
 
 def test_a_budget_that_reads_nothing_is_refused_and_a_scorer_makes_it_evict() -> None:
-    with pytest.raises(ValueError, match="so a budget of 1 tokens per KV head is too small: it must be at least 2"):
+    with pytest.raises(ValueError, match="so a budget of 1 token per KV head is too small: it must be at least 2"):
         generate_tokens(prepare(tiny()), torch.tensor([prompt(20)]), rocket(1), max_new_tokens=2)
     parts = {"reader": {"class": "RocketKV"}, "scorer": {"class": "SnapKV"}}
     assert evicts({"budget": 64, "policy": parts})

@@ -114,7 +114,7 @@ def test_what_has_no_question_is_refused(model: PreTrainedModel) -> None:
     for how, sentence in (
         ({}, "finch needs the position of the question in the prompt: pass question="),
         ({"question": LENGTH}, "question must be a position in its prompt, 0 to 69 here, got 70"),
-        ({"question": [1, 2]}, "question has 2 positions, but the batch has 1 sequences"),
+        ({"question": [1, 2]}, "question has 2 positions, but the batch has 1 sequence"),
         ({"question": 40}, "finch keeps the question, here 30 tokens, but has 24 tokens per KV head: use a larger"),
         (
             {"context_tokens": QUESTION},

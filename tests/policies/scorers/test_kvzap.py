@@ -183,7 +183,7 @@ def test_files_that_are_no_gate_of_the_model_are_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="must contain layers"):
         KVzap(gate_file(tmp_path, {"weight": torch.ones(2)}))
     gate = KVzap(gate_file(tmp_path, linear))
-    for layer, size, heads, message in ((1, 3, 2, "1 layers"), (0, 4, 2, "3 hidden"), (0, 3, 3, "2 KV heads")):
+    for layer, size, heads, message in ((1, 3, 2, "1 layer,"), (0, 4, 2, "3 hidden"), (0, 3, 3, "2 KV heads")):
         with pytest.raises(ConfigError, match=message):
             gate.predicted(layer, torch.zeros(1, 1, size), heads)
     percentiles = json.dumps([float(p) for p in range(1, 100)])
