@@ -31,6 +31,7 @@ COLUMNS = (
 FLOORS, CEILINGS = ("random",), ("full", "oracle")
 FULL = "full"
 FIELDS = {"official": "+policy.value.official=true", "unbias_keys": "policy.store.unbias_keys=true"}
+FIELDS |= {f"best={n}": f"policy.selection.best={n}" for n in (7, 9)}
 """The fields behind the remarks after a policy's name; other remarks are fields of the score."""
 
 
@@ -120,6 +121,7 @@ def _row(pack: Mapping[str, Any], table: str, own: Mapping[str, Any], line: Mapp
     track = "quantized" if budget is None and policy != FULL else own["track"]
     command = _command(pack, table, own, model, task, policy, budget)
     run = line.get("run_id", "")
+    task += f", {own['length']:,} tokens" if "length" in own else ""  # other prompts: not ranked with those of the task
     return Row(track, model, own["dtype"], table, task, policy, budget, run, command, numbers)
 
 
