@@ -21,7 +21,7 @@ from kvbench.policies.observation import Memory, Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.paged import PagedStore
-from kvbench.policies.stores.slot_store import SlotStore, keep_together
+from kvbench.policies.stores.slot_store import SlotStore, rewrite
 from kvbench.policies.stores.slots import rows_of, slots_in_order, spread_index
 from kvbench.policies.stores.store import LayerStore
 
@@ -95,8 +95,9 @@ def _compact_rows(
             slots = slots_in_order(positions, kept, most, in_order, even)
         if seen is not None and policy.scorer is not None and policy.needs.kept:
             policy.scorer.selected(seen, kept)
-    keep_together(stores, slots, targets, first.spare, contents, new)
-    for step, target in zip(steps, targets, strict=True):
+    rewrite(stores, slots, targets, first.spare, contents, new)
+    for step, store, target in zip(steps, stores, targets, strict=True):
+        store.kept(target, first.spare)
         step.layer.count, step.layer.ranking = target, None
 
 

@@ -376,7 +376,7 @@ class SlotStore(LayerStore):
     def _move(self, slots: Tensor, spare: int) -> None:
         """Move slots [B,H,n] to the front, followed by `spare` empty ones."""
         contents = {name: x[:, :, : self.used] for name, x in self.memory.items()}
-        _rewrite([self], slots, [slots.shape[2]], spare, contents, {})
+        rewrite([self], slots, [slots.shape[2]], spare, contents, {})
 
     # --- segments of different lengths -----------------------------------------------------------------------------
     def _flatten(self, padded: Mapping[str, Tensor], counts: Tensor, spare: int) -> None:
@@ -404,7 +404,7 @@ class SlotStore(LayerStore):
         return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *how.for_kernels).out
 
 
-def keep_together(
+def rewrite(
     stores: Sequence[SlotStore],
     slots: Tensor,
     counts: Sequence[int],
@@ -412,31 +412,18 @@ def keep_together(
     contents: Mapping[str, Tensor],
     new: Mapping[str, Tensor],
 ) -> None:
-    """Keep slots [n,H,k] in order of position of n stores, counts[i] <= k in each head of the i-th, and `spare` more.
+    """Move slots [n,H,k] of n stores to their fronts, counts[i] <= k of the i-th, followed by `spare` empty ones.
 
-    contents: the slots in use of all stores by name, [n,H,C,...]. new: changed ones of the kept slots, [n,H,k,...].
-    """
-    _rewrite(stores, slots, counts, spare, contents, new)
-    for store, count in zip(stores, counts, strict=True):
-        store.kept(count, spare)
-
-
-def _rewrite(
-    stores: Sequence[SlotStore],
-    slots: Tensor,
-    counts: Sequence[int],
-    spare: int,
-    contents: Mapping[str, Tensor],
-    new: Mapping[str, Tensor],
-) -> None:
-    """Move slots [n,H,k] of n stores to their fronts, counts[i] of the i-th, followed by `spare` empty ones.
-
-    Memory of the right size is written in place, so that a recorded block can be replayed; else the new tensors of all
-    stores are parts of one.
+    contents: the slots in use of all stores by name, [n,H,C,...]. new: changed ones of the moved slots, [n,H,k,...].
+    Memory of the right size is written in place, so that a recorded block can be replayed; else, and with tensors that
+    the stores do not have yet (a first bias), the new tensors of all stores are parts of one.
     """
     most, sizes = slots.shape[2], [count + spare for count in counts]
     stays = all(
-        store.first.shape[2] == size and not store.lent and writable(store.first)
+        store.first.shape[2] == size
+        and not store.lent
+        and writable(store.first)
+        and store.memory.keys() >= contents.keys()
         for store, size in zip(stores, sizes, strict=True)
     )
     cut = None if len(set(counts)) == 1 else _cut(counts, slots, spare)

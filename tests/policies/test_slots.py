@@ -31,6 +31,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "chunkkv_ada_snapkv": {"scorer.window": 8},
     "kvcompose": {},
     "roco": {},
+    "attention_matching": {},
 }
 
 
