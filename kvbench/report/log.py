@@ -34,11 +34,11 @@ def log(folder: Path, fields: Sequence[str]) -> None:
     if name not in known:
         raise unknown("logger", name, known)
     given = {key.removeprefix("logger."): yaml.safe_load(value) for key, value in words.items()}
+    rows = [row for row in load_results(folder) if row.finished]
     config: dict[str, Any] = {**read("logger", name), **given}
     with refusing_in("logger", config, "logger: "):
         tracker = build(resolved({"logger": config, "out": str(folder)})["logger"])
         watch = tracker.watch(sweep_name(folder, None))
-    rows = [row for row in load_results(folder) if row.finished]
     if watch is None or not rows:
         raise UsageError(f"{folder} has no finished run" if watch else "logger.mode=disabled logs nothing")
     for row in rows:
