@@ -135,18 +135,8 @@ def frame(rows: Sequence[Result], names: Sequence[str] = ()) -> pd.DataFrame:
     return pd.DataFrame({name: series[name] for name in names or series})
 
 
-_READ = (
-    *NAMED,
-    "run_id",
-    "weights",
-    "policy_fields",
-    "budget",
-    "budget_kind",
-    "task_fields",
-    "subset",
-    "n",
-    "n_failed",
-)
+_FIELDS = "policy_fields", "task_fields"
+_READ = *NAMED, "run_id", "weights", *_FIELDS, "budget", "budget_kind", "subset", "n", "n_failed"
 """The columns that `read_table` needs."""
 
 
@@ -179,8 +169,8 @@ def read_table(path: Path) -> list[Result]:
 
 def _result(row: dict[str, Any]) -> Result:
     tree = {c.name: json.loads(row[c.name]) for c in COLUMNS if c.kind == "json" and row.get(c.name) is not None}
-    if not all(isinstance(tree[name], dict) for name in ("policy_fields", "task_fields")):
-        raise TypeError("policy_fields and task_fields must be JSON objects")
+    if not all(isinstance(tree[name], dict) for name in _FIELDS):
+        raise TypeError(f"{' and '.join(_FIELDS)} must be JSON objects")
     budget = int(row["budget"]) if row["budget_kind"] == "tokens_per_head" else row["budget"]
     same: dict[str, Any] = {name: row[name] for name in ("dtype", "seed", "compress", "code") if name in row}
     identity: dict[str, Any] = {"model": {"weights": row["weights"]}, "budget": budget, **same}

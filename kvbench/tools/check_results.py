@@ -57,8 +57,8 @@ def check(folder: Path, fields: Sequence[str]) -> int:
     FIELD=VALUE: fields with other values on this machine, such as task.data_dir=/data. The exit code is 1 if a run is
     refused.
     """
-    quiet()
     folders, refused = run_folders(folder), 0
+    quiet()
     for run in folders:
         try:
             check_run(run, pairs(fields, "task.data_dir=/data"))

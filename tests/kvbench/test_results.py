@@ -337,7 +337,11 @@ def test_names_are_plain_whatever_stands_beside_them_and_what_differs_has_column
         ("empty.csv", b"", "cannot be read (EmptyDataError"),
         ("empty.parquet", b"", "cannot be read (ArrowInvalid"),
         ("bytes.csv", b"\xff\xfe\x00", "cannot be read (UnicodeDecodeError"),
-        ("scores.csv", b"task,policy,score\nniah,full,1.0\n", "has no column model, run_id, weights, policy_fields"),
+        (
+            "scores.csv",
+            b"task,policy,score\nniah,full,1.0\n",
+            "has no column model, run_id, weights, policy_fields, task_fields",
+        ),
         ("header.csv", None, "has no row with subset=all"),
         ("texts.csv", None, "column score has a value that is not a number"),
         ("fields.csv", None, "policy_fields and task_fields must be JSON objects"),
