@@ -340,7 +340,7 @@ def test_names_are_plain_whatever_stands_beside_them_and_what_differs_has_column
         (
             "scores.csv",
             b"task,policy,score\nniah,full,1.0\n",
-            "has no column model, run_id, weights, policy_fields, task_fields",
+            "has no column model, run_id, weights, policy_fields",
         ),
         ("header.csv", None, "has no row with subset=all"),
         ("texts.csv", None, "column score has a value that is not a number"),
