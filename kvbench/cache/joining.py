@@ -36,6 +36,8 @@ def can_join(sequence: CachedSequence) -> bool:
     policy, evicting = sequence.policy, sequence.policy.decoding_evicts
     if sequence.error is not None or sequence.within_call or not sequence.decodes or not steps_alike(policy):
         return False
+    if sequence.shares_layers and not policy.store.exact:  # layers that read others have no form of codes
+        return False
     layers = sequence.layers
     if len({tuple(layer.memory) for layer in layers}) > 1:  # a merger has not seen all layers yet
         return False

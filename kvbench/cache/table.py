@@ -19,6 +19,7 @@ Shapes: L layers, P rows of a step, b of them in a group, H_q query heads, H KV 
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class Table:
         self._kinds: list[Kind] = []  # of the rows
         self._empty: dict[Kind, RowState] = {}  # of padding
         self._groups: list[Group] = []
-        self._attended: list[tuple[Tensor, AttentionParams]] = []  # queries [P,H_q,1,D] of the layers so far
+        self._attended: list[LayerStep] = []  # the layers so far
         self.lengths: RowState = {}
 
     @property
@@ -388,12 +389,18 @@ class Table:
         if index == 0:
             self._take_slots()
             self.backend.begin(self._memory, self.lengths, self._stores())
-        self._attended.append((queries, params))
         heads = self._new.shape[2]
         if keys.shape[1] != heads:  # each query head keeps its own tokens
             keys, values = (x.repeat_interleave(heads // keys.shape[1], dim=1) for x in (keys, values))
         tokens = NewTokens(keys, values, self._new[index])
         step = LayerStep(index, queries, tokens, self._gone[index], self.positions, self._longest, params)
+        self._attended.append(step)
+        return self.backend.attend(step, self._memory, self.lengths, self._codecs[index])
+
+    def read(self, index: int, queries: Tensor, params: AttentionParams) -> Tensor:
+        """Attention of another layer's queries [P,H_q,1,D] to the tokens of a layer that has attended."""
+        assert self.backend is not None
+        step = replace(self._attended[index], queries=queries, params=params, appended=True)
         return self.backend.attend(step, self._memory, self.lengths, self._codecs[index])
 
     def end_call(self) -> None:
@@ -401,7 +408,8 @@ class Table:
         if len(self._attended) < self._layers:  # no call, or one that ended early, as a failed recording does
             return
         assert self.backend is not None
-        asked, how = zip(*self._attended, strict=True)
+        how = [step.params for step in self._attended]
+        asked = [step.queries for step in self._attended]
         self._attended = []
         self.count(1)
         self._notify()

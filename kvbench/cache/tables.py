@@ -3,7 +3,7 @@
 Shapes: R rows of a call, P rows of a table, H_q query heads, H_kv KV heads, D head dim.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -98,13 +98,20 @@ class Tables:
 
         The rows of sequences without a table are left to the caller.
         """
+        return self._each(lambda table, *new: table.attend(index, *new, params), queries, keys, values)
+
+    def read(self, index: int, queries: Tensor, params: AttentionParams) -> Tensor:
+        """Attention of another layer's queries [R,H_q,1,D] to the tokens of a layer that has attended; see `attend`."""
+        return self._each(lambda table, own: table.read(index, own, params), queries)
+
+    def _each(self, attend: Callable[..., Tensor], *new: Tensor) -> Tensor:
+        """The attention of every table, for its rows [P,...] of new tensors [R,...]; 0 in other rows."""
         out: Tensor | None = None
         for table, rows in self._held:
-            q, k, v = (x if rows is None else x[rows] for x in (queries, keys, values))
-            found = table.attend(index, q, k, v, params)
+            found = attend(table, *(x if rows is None else x[rows] for x in new))
             if rows is None:
                 return found
-            out = found.new_zeros(len(queries), *found.shape[1:]) if out is None else out
+            out = found.new_zeros(len(new[0]), *found.shape[1:]) if out is None else out
             out[rows] = found
         assert out is not None, "a sequence is in a table"
         return out

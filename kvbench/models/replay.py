@@ -33,7 +33,6 @@ def can_replay(config: PreTrainedConfig, required: bool) -> bool:
     layout = layout_of(text)
     others = {
         "latent attention": layout.latent,
-        "layers that use the keys and values of other layers": bool(layout.owners),
         "layers with different numbers of KV heads": required and len(set(layer_shapes(config).values())) > 1,
     }
     found = [kind for kind, has in others.items() if has]

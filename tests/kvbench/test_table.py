@@ -92,7 +92,12 @@ def equal_one_by_one(model: Any, some: Sequence[Policy]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("slugs", "family"),
-    [(SEVERAL, "gemma2"), (("sirllm", "cam", "random"), "llama"), (("tova", "kivi", "caote_tova"), "llama")],
+    [
+        (SEVERAL, "gemma2"),
+        (("sirllm", "cam", "random"), "llama"),
+        (("tova", "kivi", "caote_tova"), "llama"),
+        (("h2o", "full", "caote_snapkv", "fp8"), "gemma3n"),  # its last layers read the tokens of earlier ones
+    ],
 )
 def test_one_launch_equals_decoding_group_by_group(slugs: Sequence[str], family: str) -> None:
     some = policies(slugs)

@@ -85,8 +85,9 @@ class TritonBackend(Backend):
             call = queries, step.new, tensors, places, segments, step.longest, params
             return decode_step(codec, *call, clipped=clipped)
         stored = tensors["keys"], tensors["values"], *places, *segments, step.longest
-        sums = None if memory.weights is None else memory.weights[index]
-        return decode_attention_flat(queries, *stored, *params.for_kernels, sums=sums, new_tokens=step.new).out
+        sums = None if memory.weights is None or step.appended else memory.weights[index]
+        new = None if step.appended else step.new
+        return decode_attention_flat(queries, *stored, *params.for_kernels, sums=sums, new_tokens=new).out
 
     def collect_weights(self, memory: FlatMemory, heads: int) -> None:
         memory.collect_weights(heads)
