@@ -13,11 +13,12 @@ from torch import Tensor
 
 from kvbench.cache.attend.backend import Backend, GroupSlots, Segments
 from kvbench.cache.memory import FlatMemory
-from kvbench.cache.rows import LazyObservation, Rows, evict
+from kvbench.cache.rows import LazyLatents, LazyObservation, Rows, evict
 from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import keeps_window
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import OneEviction
+from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import (
     AttentionParams,
     Memory,
@@ -25,6 +26,7 @@ from kvbench.policies.observation import (
     QueryWindow,
     SequenceInfo,
     SlotInfo,
+    StepCache,
 )
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
@@ -134,7 +136,8 @@ class Group:
         policy, rows, heads = self.policy, len(self.kinds), self.lengths["starts"].shape[2]
         equal: dict[object, list[int]] = {}
         for index, how in enumerate(params):
-            alike = index if policy.needs.layer else (*how[:3], how.sinks is None)
+            alone = policy.needs.layer or how.latents is not None
+            alike = index if alone else (*how[:3], how.sinks is None)
             equal.setdefault(alike, []).append(index)
         slot = 4 * rows * numbers_of_a_slot(policy, queries.shape[2], heads, queries.shape[-1])
         for some in equal.values():
@@ -235,8 +238,9 @@ class GroupRows(Rows):
     def _observe(self, layers: tuple[int, ...], how: AttentionParams, queries: Tensor) -> Observation:
         group, count, needs = self._group, len(layers), self.policy.needs
         places, kinds, slots = group.lengths["next"][0].repeat(count, 1), group.kinds, self.slots
-        return LazyObservation(
-            lambda name: slots.vectors(name).whole(),
+        latents, known = how.latents, slots.known if how.latents is None else StepCache()
+        return (LazyObservation if latents is None else LazyLatents)(
+            lambda name: slots.vectors(name).whole() if latents is None else _expanded(name, slots, latents, known),
             **({"layer": layers[0]} if count == 1 else {}),
             queries=queries.flatten(0, 1),
             query_positions=places,
@@ -252,7 +256,7 @@ class GroupRows(Rows):
                 **self._numbers(count),
             ),
             shared=group.shared,
-            known=self.slots.known,
+            known=known,
             memory=self.memory if needs.memory else {},
         )
 
@@ -260,6 +264,14 @@ class GroupRows(Rows):
         """The numbers of the sequences that the policy reads, for rows of some layers."""
         each = zip(self.policy.needs.reads, *(kind.numbers for kind in self._group.kinds), strict=True)
         return {name: tuple(numbers) * layers for name, *numbers in each}
+
+
+def _expanded(name: str, slots: GroupSlots, latents: Latents, known: StepCache) -> Tensor:
+    """Keys or values of all heads, which the model expands once."""
+    if "expanded keys" not in known:
+        both = latents.expand(slots.vectors("keys").whole(), slots.vectors("values").whole())
+        known["expanded keys"], known["expanded values"] = both
+    return known[f"expanded {name}"]
 
 
 def numbers_of_a_slot(policy: Policy, query_heads: int, heads: int, dim: int) -> int:

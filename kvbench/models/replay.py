@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedConfig
 
-from kvbench.cache.families import layout_of, name_of
+from kvbench.cache.families import name_of
 from kvbench.cache.joining import SELDOM, can_record
 from kvbench.models.devices import records_steps
 from kvbench.models.trial import layer_shapes
@@ -27,18 +27,10 @@ def check_graph(policy: Policy, device: torch.device) -> None:
         )
 
 
-def can_replay(config: PreTrainedConfig, required: bool) -> bool:
-    """Whether steps of a model with this configuration can be replayed. If required, ValueError if they cannot."""
-    text = config.get_text_config(decoder=True)
-    layout = layout_of(text)
-    others = {
-        "latent attention": layout.latent,
-        "layers with different numbers of KV heads": required and len(set(layer_shapes(config).values())) > 1,
-    }
-    found = [kind for kind, has in others.items() if has]
-    if required and found:
+def check_equal_layers(config: PreTrainedConfig) -> None:
+    """Raise ValueError unless steps of a model with this configuration can be recorded."""
+    if len(set(layer_shapes(config).values())) > 1:
         raise ValueError(
-            f"engine.cuda_graph=true is not supported for {name_of(text)}, which has {found[0]}: use "
-            "engine.cuda_graph=false"
+            f"engine.cuda_graph=true is not supported for {name_of(config.get_text_config(decoder=True))}, which has "
+            "layers with different numbers of KV heads: use engine.cuda_graph=false"
         )
-    return not found

@@ -106,6 +106,12 @@ def test_one_launch_equals_decoding_group_by_group(slugs: Sequence[str], family:
     assert max(equal_one_by_one(model_of(family), some)) > 0.3
 
 
+def test_layers_that_store_latents_decode_in_the_table() -> None:
+    """Scores of keys, of a window, of sums and of the newest query; values too."""
+    some = [*policies(("full", "knorm", "h2o", "caote_tova")), make_policy("snapkv", 40, window=6, decode="evict")]
+    assert max(equal_one_by_one(model_of("deepseek_v3"), some)) == 1
+
+
 @pytest.mark.parametrize("slugs", [("h2o", "tova", "rkv", "snapkv"), ("sirllm", "knorm", "roco", "caote_tova")])
 def test_sequences_that_evict_several_tokens_at_once_leave_the_table_only_for_that(
     slugs: Sequence[str], monkeypatch: pytest.MonkeyPatch

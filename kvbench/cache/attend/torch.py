@@ -14,6 +14,7 @@ from kvbench.cache.layer import Layer
 from kvbench.cache.memory import FlatMemory, slot_store
 from kvbench.kernels.prompt import attention_behind, masked_attention
 from kvbench.kernels.references import append, attention_logits, decode_attention_flat_ref, grouped_attention, weigh
+from kvbench.policies.latents import expanded
 from kvbench.policies.mergers.merger import Vectors
 from kvbench.policies.observation import AttentionParams, known_weights
 from kvbench.policies.stores.coding import Coding
@@ -81,6 +82,9 @@ class TorchBackend(Backend):
         """Attention of the newest query of a row over its slots, none of which is empty."""
         index, params, here = step.index, step.params, slice(row, row + 1)
         queries, at = step.queries[here], step.positions[here]
+        scores = self._layers[row][index].policy.needs.newest_row and not step.appended
+        if params.latents is not None:
+            store, params, scores = expanded(store, params.latents, {}), params._replace(latents=None), False
         if store.starts is not None:
             flat = store.memory["keys"], store.memory["values"], at, store.memory["positions"], store.starts
             counts = at.new_tensor([self._counts[index][row]])
@@ -90,7 +94,7 @@ class TorchBackend(Backend):
             params = params._replace(sliding_window=None)
         if not is_plain(params):
             return attend_slots(queries, at, store, params)
-        if window is not None or step.appended or not self._layers[row][index].policy.needs.newest_row:
+        if window is not None or not scores:
             return grouped_attention(queries, store.keys, store.values, None, params.scaling)
         weights = attention_logits(queries, store.keys, params.scaling).softmax(-1)
         self._weights[index, row] = weights
