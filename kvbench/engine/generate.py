@@ -18,7 +18,7 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import LiveSequence, Request, TokenSampler, script_of
 from kvbench.errors import counted
 from kvbench.models.devices import now
-from kvbench.models.replay import check_graph, check_equal_layers
+from kvbench.models.replay import check_equal_layers, check_graph
 from kvbench.policies.policy import Policy
 
 

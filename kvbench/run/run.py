@@ -26,7 +26,7 @@ from kvbench.models.files import ModelSpec, check_sha256
 from kvbench.models.given import checkpoint_of
 from kvbench.models.loading import Checkpoint, locate
 from kvbench.models.prompts import COMPRESS
-from kvbench.models.replay import check_graph, check_equal_layers, records
+from kvbench.models.replay import check_equal_layers, check_graph, records
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.describe import describe
 from kvbench.policies.latents import check_latents

@@ -26,7 +26,7 @@ from kvbench.cache.joining import can_record
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.recorder import Recorder
 from kvbench.engine.sequence import LiveSequence, Request, script_of
-from kvbench.models.replay import check_graph, check_equal_layers
+from kvbench.models.replay import check_equal_layers, check_graph
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.h2o import H2O
