@@ -16,13 +16,16 @@ from torch import Tensor
 
 from kvbench.kernels.query_sums import Moments
 from kvbench.kernels.references import attention_rows, widen
+from kvbench.policies.model_layer import Latents
 from kvbench.policies.needs import Needs
-from kvbench.policies.observation import Observation, State
+from kvbench.policies.observation import Observation, State, StepCache
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.policies.pre_passes.pre_pass import ExtraPasses
 from kvbench.policies.selections.fair import Fair
 from kvbench.policies.stores.dense import Dense
+from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.store import LayerStore
 
 ROWS_AT_ONCE = 2**22  # number of attention weights in memory at once
 
@@ -52,6 +55,16 @@ def check_latents(policy: Policy) -> None:
                 f"{policy.name} {reason}, but this model's cache stores latents that all heads of a layer share: use "
                 "another policy, such as snapkv or h2o"
             )
+
+
+def expanded(held: LayerStore, latents: Latents, known: StepCache) -> SlotStore:
+    """Keys and values of all heads, from the latents of a store. known: has them, if they were expanded before."""
+    if "expanded keys" not in known:
+        known["expanded keys"], known["expanded values"] = latents.expand(held.keys, held.values)
+    keys, values = known["expanded keys"], known["expanded values"]
+    positions = held.positions.expand(-1, keys.shape[1], -1).contiguous()
+    contents = {"keys": keys, "values": values, "positions": positions}
+    return SlotStore.of(contents, (), held.slots.ascending, held.slots.packed)
 
 
 class LatentObservation(Observation):

@@ -91,8 +91,7 @@ class KVCache(Cache):
         self._model = CallingModel(self.config)
         self._counts: list[int] = []  # tokens of each sequence in the running call
         self._places = self._layout.places
-        enters = not (self._layout.owners or self._layout.latent)
-        self.tables = Tables(self.sequences, len(self._places) * enters)
+        self.tables = Tables(self.sequences)
         layers = layers_of(self.sequences, self._layout)
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
         super().__init__(layers=layers)
@@ -209,6 +208,10 @@ class KVCache(Cache):
         for row, sequence in self.tables.alone:
             out[row : row + 1] = self._attend_row(row, sequence, 1, index, *new)
         return out
+
+    def read(self, place: int, queries: Tensor, params: AttentionParams) -> Tensor | None:
+        """Attention of another layer's queries to the tokens of an attention layer; see `extra.Caller`."""
+        return self.tables.read(place, queries, params) if self.tables.running else None
 
     def _attend_rows(
         self, index: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams

@@ -14,7 +14,7 @@ from kvbench.cache.hook import LayerCall, LayerCaller
 from kvbench.cache.rows import Rows
 from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import Step
-from kvbench.policies.observation import StepCache
+from kvbench.policies.observation import AttentionParams, StepCache
 from kvbench.policies.policy import Policy
 
 When = Literal["now", "end of call", "later"]
@@ -23,6 +23,12 @@ Passed = tuple[LayerCall, LayerCall] | tuple[Tensor, Tensor]
 
 class Caller(LayerCaller, Protocol):
     """A cache with extras."""
+
+    def read(self, place: int, queries: Tensor, params: AttentionParams) -> Tensor | None:
+        """Attention [B,H_q,1,D] of queries to the tokens of an attention layer that has attended in this call.
+
+        Only of rows that are in tables, 0 for others; None if no row is.
+        """
 
     def end_call(self) -> None:
         """All layers of a call of the model have attended."""

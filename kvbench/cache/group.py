@@ -13,11 +13,12 @@ from torch import Tensor
 
 from kvbench.cache.attend.backend import Backend, GroupSlots, Segments
 from kvbench.cache.memory import FlatMemory
-from kvbench.cache.rows import LazyObservation, Rows, evict
+from kvbench.cache.rows import LazyLatents, LazyObservation, Rows, evict
 from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import keeps_window
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import OneEviction
+from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import (
     AttentionParams,
     Memory,
@@ -25,6 +26,7 @@ from kvbench.policies.observation import (
     QueryWindow,
     SequenceInfo,
     SlotInfo,
+    StepCache,
 )
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
@@ -87,20 +89,22 @@ def groups_of(kinds: Sequence[Kind]) -> Iterator[slice]:
 
 
 class Group:
-    """Rows of a step that evict by one rule.
+    """Rows of a step that evict by one rule, in layers of equal shapes, which are numbered among these.
 
-    lengths: of these rows (`Table`). state: windows, and memory of scorers and mergers, [L,b,...] by name.
+    layers: their numbers among all attention layers. lengths: of these rows (`LayerSet`). state: windows, and memory of
+    scorers and mergers, [L,b,...] by name.
     """
 
     def __init__(
         self,
+        layers: Sequence[int],
         kinds: Sequence[Kind],
         rows: slice,
         memory: FlatMemory,
         lengths: Mapping[str, Tensor],
         state: dict[str, Tensor],
     ) -> None:
-        self.kinds, self.rows, self.state, self.policy = kinds, rows, state, kinds[0].policy
+        self.layers, self.kinds, self.rows, self.state, self.policy = layers, kinds, rows, state, kinds[0].policy
         self.memory, self.lengths = memory, {name: x[:, rows] for name, x in lengths.items()}
         longest = self.longest(range(len(lengths["starts"])))
         self.columns = torch.arange(longest, device=memory.positions.device)
@@ -134,7 +138,8 @@ class Group:
         policy, rows, heads = self.policy, len(self.kinds), self.lengths["starts"].shape[2]
         equal: dict[object, list[int]] = {}
         for index, how in enumerate(params):
-            alike = index if policy.needs.layer else (*how[:3], how.sinks is None)
+            alone = policy.needs.layer or how.latents is not None
+            alike = index if alone else (*how[:3], how.sinks is None)
             equal.setdefault(alike, []).append(index)
         slot = 4 * rows * numbers_of_a_slot(policy, queries.shape[2], heads, queries.shape[-1])
         for some in equal.values():
@@ -148,7 +153,7 @@ class Group:
 
     def longest(self, layers: Sequence[int]) -> int:
         """Bound of the length of a segment in some layers."""
-        return max(kind.longest(layer) for kind in self.kinds for layer in layers)
+        return max(kind.longest(self.layers[layer]) for kind in self.kinds for layer in layers)
 
     def window(self, which: slice | Tensor, queries: Tensor, places: Tensor) -> QueryWindow:
         """Append queries [k,b,H_q,1,D] at places [n,1] to the windows and return them for n rows."""
@@ -172,7 +177,7 @@ class GroupRows(Rows):
         self, group: Group, layers: tuple[int, ...], which: slice | Tensor, how: AttentionParams, queries: Tensor,
         backend: Backend,
     ) -> None:  # fmt: skip
-        self.policy, self.layer = group.policy, layers[0] if len(layers) == 1 else -1
+        self.policy, self.layer = group.policy, group.layers[layers[0]] if len(layers) == 1 else -1
         self._group, self._which = group, which
         self._starts, self._counts, self._free, limit = (
             group.lengths[x][which] for x in ("starts", "counts", "free", "limit")
@@ -235,9 +240,10 @@ class GroupRows(Rows):
     def _observe(self, layers: tuple[int, ...], how: AttentionParams, queries: Tensor) -> Observation:
         group, count, needs = self._group, len(layers), self.policy.needs
         places, kinds, slots = group.lengths["next"][0].repeat(count, 1), group.kinds, self.slots
-        return LazyObservation(
-            lambda name: slots.vectors(name).whole(),
-            **({"layer": layers[0]} if count == 1 else {}),
+        latents, known = how.latents, slots.known if how.latents is None else StepCache()
+        return (LazyObservation if latents is None else LazyLatents)(
+            lambda name: slots.vectors(name).whole() if latents is None else _expanded(name, slots, latents, known),
+            **({"layer": self.layer} if count == 1 else {}),
             queries=queries.flatten(0, 1),
             query_positions=places,
             positions=self.slots.positions,
@@ -248,11 +254,11 @@ class GroupRows(Rows):
             slots=SlotInfo(ascending=False, whole=False, packed=self.slots.packed),
             sequences=SequenceInfo(
                 opens=(True,) * len(places),
-                budgets=tuple(kind.budgets[index] for index in layers for kind in kinds),
+                budgets=tuple(kind.budgets[group.layers[index]] for index in layers for kind in kinds),
                 **self._numbers(count),
             ),
             shared=group.shared,
-            known=self.slots.known,
+            known=known,
             memory=self.memory if needs.memory else {},
         )
 
@@ -260,6 +266,14 @@ class GroupRows(Rows):
         """The numbers of the sequences that the policy reads, for rows of some layers."""
         each = zip(self.policy.needs.reads, *(kind.numbers for kind in self._group.kinds), strict=True)
         return {name: tuple(numbers) * layers for name, *numbers in each}
+
+
+def _expanded(name: str, slots: GroupSlots, latents: Latents, known: StepCache) -> Tensor:
+    """Keys or values of all heads, which the model expands once."""
+    if "expanded keys" not in known:
+        both = latents.expand(slots.vectors("keys").whole(), slots.vectors("values").whole())
+        known["expanded keys"], known["expanded values"] = both
+    return known[f"expanded {name}"]
 
 
 def numbers_of_a_slot(policy: Policy, query_heads: int, heads: int, dim: int) -> int:

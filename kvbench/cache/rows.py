@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvbench.policies.latents import LatentObservation
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
@@ -74,3 +75,7 @@ class LazyObservation(Observation):
             raise AttributeError(f"an observation has no {name}")
         found = self.__dict__[name] = self._vectors(name)
         return found
+
+
+class LazyLatents(LazyObservation, LatentObservation):
+    """Such an observation of layers that store latents."""

@@ -58,7 +58,7 @@ class CachedSequence:
     an error is stored in `error` instead of raised, so that others continue. takes_several: a call may bring several
     tokens after the prompt, each of which counts as a decoded token. peak_nbytes: the most bytes held so far.
     on_change: called with a layer's index after every change of its contents. watchers: told what every call evicts.
-    nan_layer: the first layer that had a NaN score.
+    nan_layer: the first layer that had a NaN score. shares_layers: some layers of the model read the tokens of others.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class CachedSequence:
         self._given = None if prompt_length is None else check_length(prompt_length)
         self._question = question
         self.takes_several = policy.store.exact and not policy.evicts
-        self._rope_switch = layout.uniform_length
+        self._rope_switch, self.shares_layers = layout.uniform_length, bool(layout.owners)
         self._last = 0  # columns of the last call
         self.clock: Tensor | None = None  # [1] tokens seen, on the device, while a block is recorded
         self._places: dict[tuple[Span, torch.device], tuple[Tensor, Tensor]] = {}

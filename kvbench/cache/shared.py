@@ -82,14 +82,16 @@ class SharedReads(Extra):
             )
             self._reads.setdefault(step.layer.index, []).append(_copied(step) if changes else step)
 
-    def attend(self, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:
-        """Attention [B,H_q,n,D] of a reader for the last n of a call's `columns`."""
-        reads = self._reads[owner]
+    def attend(self, call: SharedCall, queries: Tensor, params: AttentionParams) -> Tensor:
+        """Attention [B,H_q,n,D] of a reader for the last n tokens of a call of its owner."""
+        reads, values = self._reads.get(call.place, []), call.new_values
         self._remaining -= 1
         if self.call_is_over:
             self._reads = {}
-        here, skipped = queries.to(reads[0].values.device), columns - queries.shape[2]
-        out = here.new_zeros(*here.shape[:3], reads[0].values.shape[-1])
+        here, skipped = queries.to(values.device), call.new_keys.shape[2] - queries.shape[2]
+        out = call.cache.read(call.place, here, params)
+        if out is None:
+            out = here.new_zeros(*here.shape[:3], values.shape[-1])
         for step in reads:
             begin, end = (max(0, x - skipped) for x in (step.first, step.first + step.queries.shape[2]))
             if begin < end and step.sequence.error is None:
@@ -104,9 +106,11 @@ class SharedReads(Extra):
 class SharedCall(LayerCall):
     """The call of an owner, whose attention is followed by that of its readers. place: among the attention layers."""
 
+    cache: Caller
+
     def __init__(self, cache: Caller, index: int, keys: Tensor, values: Tensor, reads: SharedReads, place: int) -> None:
         super().__init__(cache, index, keys, values)
-        self._owner, self._reads, self._place = cache, reads, place
+        self._reads, self.place = reads, place
 
     def to(self, *args: object, **kwargs: object) -> Self:
         """Models move shared keys to the device of a reader; instead, its queries are moved to that of the store."""
@@ -115,7 +119,7 @@ class SharedCall(LayerCall):
     def attend(self, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams) -> Tensor:
         if not self.done:
             return super().attend(module, queries, columns, params)
-        out = self._reads.attend(self._place, self.new_keys.shape[2], queries, params)
+        out = self._reads.attend(self, queries, params)
         if self._reads.call_is_over:
-            self._owner.end_call()
+            self.cache.end_call()
         return out

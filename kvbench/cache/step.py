@@ -14,7 +14,7 @@ from kvbench.cache.footprint import fed
 from kvbench.cache.layer import Layer
 from kvbench.cache.reading import PageReads
 from kvbench.cache.sequence import CachedSequence
-from kvbench.policies.latents import LatentObservation
+from kvbench.policies.latents import LatentObservation, expanded
 from kvbench.policies.observation import (
     MOVED,
     AttentionParams,
@@ -27,7 +27,6 @@ from kvbench.policies.observation import (
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Span
 from kvbench.policies.selections.fair import Fair
-from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore
 
 NOTHING = torch.empty(1, 0, 0, 0)
@@ -96,17 +95,10 @@ class Step:
     @property
     def attended(self) -> LayerStore:
         """The store, or keys and values of all heads that were expanded from its latents."""
-        latents, held = self.params.latents, self.store
-        if latents is None:
-            return held
+        if self.params.latents is None:
+            return self.store
         if self._attended is None:
-            known: StepCache = {} if self.known is None else self.known
-            if "expanded keys" not in known:
-                known["expanded keys"], known["expanded values"] = latents.expand(held.keys, held.values)
-            keys, values = known["expanded keys"], known["expanded values"]
-            positions = held.positions.expand(-1, keys.shape[1], -1).contiguous()
-            contents = {"keys": keys, "values": values, "positions": positions}
-            self._attended = SlotStore.of(contents, (), held.slots.ascending, held.slots.packed)
+            self._attended = expanded(self.store, self.params.latents, {} if self.known is None else self.known)
         return self._attended
 
     @property

@@ -3,7 +3,7 @@
 Shapes: R rows of a call, P rows of a table, H_q query heads, H_kv KV heads, D head dim.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,13 +15,12 @@ from kvbench.policies.observation import AttentionParams
 
 
 class Tables:
-    """sequences: those of the cache, in the order of its rows. layers: number of attention layers; 0: no sequence can
-    enter a table. rows: the sequence of each row of the next step, if `begin_step` arranged them; None: padding. alone:
-    rows of the running step whose sequences are in no table.
+    """sequences: those of the cache, in the order of its rows. rows: the sequence of each row of the next step, if
+    `begin_step` arranged them; None: padding. alone: rows of the running step whose sequences are in no table.
     """
 
-    def __init__(self, sequences: list[CachedSequence], layers: int) -> None:
-        self._sequences, self._layers = sequences, layers
+    def __init__(self, sequences: list[CachedSequence]) -> None:
+        self._sequences = sequences
         self._tables: list[Table] = []
         self._held: list[tuple[Table, slice | Tensor | None]] = []  # with their rows of the running step; None: all
         self.rows: list[CachedSequence | None] = []
@@ -58,12 +57,12 @@ class Tables:
         self._tables = [table for table in self._tables if table.rows]
         inside = [one for one in self._sequences if one.table is not None]
         leave_tables([one for one in inside if one.table not in self._tables or one.table.evicts_next(one)])
-        waiting = [one for one in self._sequences if self._layers and one.table is None and can_join(one)]
+        waiting = [one for one in self._sequences if one.table is None and can_join(one)]
         for table in self._tables:
             table.admit(waiting)
             waiting = [one for one in waiting if one.table is None]
         while waiting:
-            table = Table(self._layers, pads)
+            table = Table(pads)
             table.admit(waiting)
             waiting = [one for one in waiting if one.table is None]
             self._tables.append(table)
@@ -98,13 +97,20 @@ class Tables:
 
         The rows of sequences without a table are left to the caller.
         """
+        return self._each(lambda table, *new: table.attend(index, *new, params), queries, keys, values)
+
+    def read(self, index: int, queries: Tensor, params: AttentionParams) -> Tensor:
+        """Attention of another layer's queries [R,H_q,1,D] to the tokens of a layer that has attended; see `attend`."""
+        return self._each(lambda table, own: table.read(index, own, params), queries)
+
+    def _each(self, attend: Callable[..., Tensor], *new: Tensor) -> Tensor:
+        """The attention of every table, for its rows [P,...] of new tensors [R,...]; 0 in other rows."""
         out: Tensor | None = None
         for table, rows in self._held:
-            q, k, v = (x if rows is None else x[rows] for x in (queries, keys, values))
-            found = table.attend(index, q, k, v, params)
+            found = attend(table, *(x if rows is None else x[rows] for x in new))
             if rows is None:
                 return found
-            out = found.new_zeros(len(queries), *found.shape[1:]) if out is None else out
+            out = found.new_zeros(len(new[0]), *found.shape[1:]) if out is None else out
             out[rows] = found
         assert out is not None, "a sequence is in a table"
         return out

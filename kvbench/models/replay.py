@@ -1,12 +1,9 @@
-"""Which decoding steps can be recorded as a CUDA graph: conditions on the policy, the device and the model."""
+"""Which decoding steps can be recorded as a CUDA graph: conditions on the policy and the device."""
 
 import torch
-from transformers import PreTrainedConfig
 
-from kvbench.cache.families import layout_of, name_of
 from kvbench.cache.joining import SELDOM, can_record
 from kvbench.models.devices import records_steps
-from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 
 
@@ -25,21 +22,3 @@ def check_graph(policy: Policy, device: torch.device) -> None:
             f"that attend, then evict one token; {policy.name} does not support it: use engine.cuda_graph=false"
             f"{f', every=1 or at least {SELDOM}' if 1 < policy.schedule.every < SELDOM else ''}"
         )
-
-
-def can_replay(config: PreTrainedConfig, required: bool) -> bool:
-    """Whether steps of a model with this configuration can be replayed. If required, ValueError if they cannot."""
-    text = config.get_text_config(decoder=True)
-    layout = layout_of(text)
-    others = {
-        "latent attention": layout.latent,
-        "layers that use the keys and values of other layers": bool(layout.owners),
-        "layers with different numbers of KV heads": required and len(set(layer_shapes(config).values())) > 1,
-    }
-    found = [kind for kind, has in others.items() if has]
-    if required and found:
-        raise ValueError(
-            f"engine.cuda_graph=true is not supported for {name_of(text)}, which has {found[0]}: use "
-            "engine.cuda_graph=false"
-        )
-    return not found

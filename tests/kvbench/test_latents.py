@@ -27,7 +27,6 @@ from kvbench.engine.generate import generate_tokens
 from kvbench.models.cache_shapes import from_config
 from kvbench.models.files import ModelSpec
 from kvbench.models.loading import Checkpoint
-from kvbench.models.replay import can_replay
 from kvbench.policies.latents import LatentObservation
 from kvbench.policies.policy import Policy
 from kvbench.run.run import check_shapes
@@ -299,12 +298,3 @@ def test_policies_without_support_for_latents_are_refused_at_once(slug: str, how
         KVCache(tiny().config, policy)
     with pytest.raises(ValueError, match=why):
         check_shapes(policy, Checkpoint(ModelSpec(name="tiny"), Path(), tiny().config, torch.float64, ()))
-
-
-def test_a_recording_that_is_asked_for_is_refused_and_else_not_made() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"not supported for DeepseekV3ForCausalLM, which has latent attention: use engine.cuda_graph=false$",
-    ):
-        can_replay(tiny().config, required=True)
-    assert not can_replay(tiny().config, required=False)

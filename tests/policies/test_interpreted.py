@@ -63,9 +63,15 @@ def test_sequences_of_several_budgets_keep_the_same_tokens(interpret: Interprete
 
 @pytest.mark.slow("interprets kernels")
 @pytest.mark.parametrize(
-    "case", ["h2o:gemma2:2", "tova:gemma2:1", "roco:mistral:2", "full:gemma2:2", "ada_snapkv:gemma2:1"]
+    "case",
+    [
+        *("h2o:gemma2:2", "tova:gemma2:1", "roco:mistral:2", "full:gemma2:2", "ada_snapkv:gemma2:1"),
+        *("h2o:gemma4:2", "tova:deepseek_v3:2", "caote_tova:deepseek_v3:1"),
+    ],
 )
-def test_soft_caps_and_sliding_windows_go_through_the_kernel(case: str, interpret: Interpreter) -> None:
+def test_soft_caps_sliding_windows_shared_layers_and_latents_go_through_the_kernel(
+    case: str, interpret: Interpreter
+) -> None:
     decodes_in_kernels(interpret, case)
 
 

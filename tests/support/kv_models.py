@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma4TextConfig,
@@ -84,6 +85,15 @@ def _config(family: str, sizes: Sizes) -> PreTrainedConfig:
             **sharing(sizes), intermediate_size=[48] * 5, activation_sparsity_pattern=[0.0] * 5, altup_num_inputs=2
         ),
         "gemma4": lambda: Gemma4TextConfig(**sharing(sizes), global_head_dim=16, intermediate_size=48),
+        "deepseek_v3": lambda: DeepseekV3Config(
+            **sizes,
+            q_lora_rank=16,
+            kv_lora_rank=12,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=6,
+            v_head_dim=10,
+            first_k_dense_replace=sizes["num_hidden_layers"],  # no experts
+        ),
     }
     return makers[family]()
 

@@ -25,6 +25,7 @@ class LayerStep:
     """One layer of a step: queries [P,H_q,1,D] at positions [P,1], and the new tokens with their slots.
 
     gone [P,H]: slots of the tokens that new ones displace from a ring. longest: bound of the length of a segment.
+    appended: the new tokens are in their slots already, because this is another layer that reads them.
     """
 
     index: int
@@ -34,6 +35,7 @@ class LayerStep:
     positions: Tensor
     longest: int
     params: AttentionParams
+    appended: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Backend(ABC):
     def attend(
         self, step: LayerStep, memory: FlatMemory, lengths: Mapping[str, Tensor], codec: Coding | None
     ) -> Tensor:
-        """Append the new tokens of a layer and attend to all: [P,H_q,1,D]."""
+        """Append the new tokens of a layer, unless that is done, and attend to all: [P,H_q,1,D]."""
 
     def end(self) -> None:  # noqa: B027 - optional
         """End a step, whose evictions are done."""

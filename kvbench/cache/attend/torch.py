@@ -14,6 +14,7 @@ from kvbench.cache.layer import Layer
 from kvbench.cache.memory import FlatMemory, slot_store
 from kvbench.kernels.prompt import attention_behind, masked_attention
 from kvbench.kernels.references import append, attention_logits, decode_attention_flat_ref, grouped_attention, weigh
+from kvbench.policies.latents import expanded
 from kvbench.policies.mergers.merger import Vectors
 from kvbench.policies.observation import AttentionParams, known_weights
 from kvbench.policies.stores.coding import Coding
@@ -62,7 +63,8 @@ class TorchBackend(Backend):
             new = encoded(codec, step.new.keys, 0) | encoded(codec, step.new.values, 1)
             if "clipped" in lengths:
                 lengths["clipped"][index] += count_clipped(codec, step.new.keys, step.new.values)
-        append(memory.tensors[index], new, lengths["starts"][index], step.new.slots)
+        if not step.appended:
+            append(memory.tensors[index], new, lengths["starts"][index], step.new.slots)
         for row, layers in enumerate(self._layers):
             store, here = slot_store(layers[index]), slice(row, row + 1)
             call = step.queries[here], step.positions[here], step.params
@@ -73,13 +75,16 @@ class TorchBackend(Backend):
                 out = store.attend(*call)
             elif isinstance(store, TokenCodeLayer):
                 out = store.attend_newest(*call, *token)
-            outs.append(self._attend_row(index, row, store, *call) if out is None else out)
+            outs.append(self._attend_row(step, row, store) if out is None else out)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _attend_row(
-        self, index: int, row: int, store: SlotStore, queries: Tensor, at: Tensor, params: AttentionParams
-    ) -> Tensor:
+    def _attend_row(self, step: LayerStep, row: int, store: SlotStore) -> Tensor:
         """Attention of the newest query of a row over its slots, none of which is empty."""
+        index, params, here = step.index, step.params, slice(row, row + 1)
+        queries, at = step.queries[here], step.positions[here]
+        scores = self._layers[row][index].policy.needs.newest_row and not step.appended
+        if params.latents is not None:
+            store, params, scores = expanded(store, params.latents, {}), params._replace(latents=None), False
         if store.starts is not None:
             flat = store.memory["keys"], store.memory["values"], at, store.memory["positions"], store.starts
             counts = at.new_tensor([self._counts[index][row]])
@@ -89,7 +94,7 @@ class TorchBackend(Backend):
             params = params._replace(sliding_window=None)
         if not is_plain(params):
             return attend_slots(queries, at, store, params)
-        if window is not None or not self._layers[row][index].policy.needs.newest_row:
+        if window is not None or not scores:
             return grouped_attention(queries, store.keys, store.values, None, params.scaling)
         weights = attention_logits(queries, store.keys, params.scaling).softmax(-1)
         self._weights[index, row] = weights

@@ -16,8 +16,10 @@ from kvbench.cache.layer import Layer
 from kvbench.cache.memory import EMPTY, RESERVED, FlatMemory
 from kvbench.kernels.decode import decode_attention, decode_attention_flat
 from kvbench.kernels.prompt import prompt_attention
+from kvbench.kernels.references import append
 from kvbench.kernels.tiles import decodes, use_triton
 from kvbench.policies.mergers.merger import Vectors
+from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams, Observation, known_weights
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.group_step import CODED, group_step
@@ -75,6 +77,8 @@ class TritonBackend(Backend):
         index, queries, params = step.index, step.queries, step.params
         places, tensors = (step.positions, memory.positions[index]), memory.tensors[index]
         segments = lengths["starts"][index], lengths.get(CODED, lengths["counts"])[index]
+        if params.latents is not None:
+            return _attend_latents(step, memory, segments, params.latents)
         if codec is not None and codec.grouped:
             ring = ring_of(lengths, index)
             return group_step(
@@ -85,14 +89,27 @@ class TritonBackend(Backend):
             call = queries, step.new, tensors, places, segments, step.longest, params
             return decode_step(codec, *call, clipped=clipped)
         stored = tensors["keys"], tensors["values"], *places, *segments, step.longest
-        sums = None if memory.weights is None else memory.weights[index]
-        return decode_attention_flat(queries, *stored, *params.for_kernels, sums=sums, new_tokens=step.new).out
+        sums = None if memory.weights is None or step.appended else memory.weights[index]
+        new = None if step.appended else step.new
+        return decode_attention_flat(queries, *stored, *params.for_kernels, sums=sums, new_tokens=new).out
 
     def collect_weights(self, memory: FlatMemory, heads: int) -> None:
         memory.collect_weights(heads)
 
     def slots(self, memory: FlatMemory, segments: Segments, statistics: tuple[str, ...], width: int) -> GroupSlots:
         return _Gathered(memory, segments, statistics, width)
+
+
+def _attend_latents(step: LayerStep, memory: FlatMemory, segments: tuple[Tensor, Tensor], latents: Latents) -> Tensor:
+    """Append the latents of a layer, and attend to the keys and values of all heads, which the model expands."""
+    tensors, (starts, counts), queries = memory.tensors[step.index], segments, step.queries
+    append(tensors, {"keys": step.new.keys, "values": step.new.values}, starts, step.new.slots)
+    columns = torch.arange(step.longest, device=queries.device)
+    inside = torch.where(columns < counts[..., None], starts[..., None] + columns, EMPTY)  # [P,1,T]
+    keys, values = latents.expand(tensors["keys"][inside], tensors["values"][inside])
+    positions = memory.positions[step.index][inside].expand(-1, keys.shape[1], -1).contiguous()
+    call = queries, keys, values, step.positions, positions, *step.params.for_kernels
+    return decode_attention(*call).out
 
 
 class _Gathered(GroupSlots):
