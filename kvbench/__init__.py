@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvbench.cache.registration import register_with_transformers
 from kvbench.terminal.start import end_at_interrupt, is_command
 
 if TYPE_CHECKING:
@@ -41,7 +40,8 @@ _HOMES = {
 }
 if is_command():
     end_at_interrupt()
-register_with_transformers()  # makes attn_implementation="kvbench" available in transformers
+# Imported here, with Ctrl-C handled; makes attn_implementation="kvbench" available in transformers.
+import_module("kvbench.cache.registration").register_with_transformers()
 __all__ = [
     "Allocator",
     "BudgetError",
