@@ -91,7 +91,7 @@ class KVCache(Cache):
         self._model = CallingModel(self.config)
         self._counts: list[int] = []  # tokens of each sequence in the running call
         self._places = self._layout.places
-        self.tables = Tables(self.sequences, len(self._places))
+        self.tables = Tables(self.sequences)
         layers = layers_of(self.sequences, self._layout)
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
         super().__init__(layers=layers)

@@ -162,7 +162,7 @@ def _compact_one(step: Step, ranking: Ranking, target: int, seen: Observation | 
 
 def _plain(held: LayerStore) -> bool:
     """Whether a store keeps exact tokens in slots of equal number in every head, as they are."""
-    return isinstance(held, SlotStore) and type(held).keep is SlotStore.keep and held.holds_exact and not held.ragged
+    return isinstance(held, SlotStore) and type(held).keep is SlotStore.keep and held.holds_exact
 
 
 def _by_order(step: Step, ranking: Ranking) -> bool:

@@ -89,20 +89,22 @@ def groups_of(kinds: Sequence[Kind]) -> Iterator[slice]:
 
 
 class Group:
-    """Rows of a step that evict by one rule.
+    """Rows of a step that evict by one rule, in layers of equal shapes, which are numbered among these.
 
-    lengths: of these rows (`Table`). state: windows, and memory of scorers and mergers, [L,b,...] by name.
+    layers: their numbers among all attention layers. lengths: of these rows (`LayerSet`). state: windows, and memory of
+    scorers and mergers, [L,b,...] by name.
     """
 
     def __init__(
         self,
+        layers: Sequence[int],
         kinds: Sequence[Kind],
         rows: slice,
         memory: FlatMemory,
         lengths: Mapping[str, Tensor],
         state: dict[str, Tensor],
     ) -> None:
-        self.kinds, self.rows, self.state, self.policy = kinds, rows, state, kinds[0].policy
+        self.layers, self.kinds, self.rows, self.state, self.policy = layers, kinds, rows, state, kinds[0].policy
         self.memory, self.lengths = memory, {name: x[:, rows] for name, x in lengths.items()}
         longest = self.longest(range(len(lengths["starts"])))
         self.columns = torch.arange(longest, device=memory.positions.device)
@@ -151,7 +153,7 @@ class Group:
 
     def longest(self, layers: Sequence[int]) -> int:
         """Bound of the length of a segment in some layers."""
-        return max(kind.longest(layer) for kind in self.kinds for layer in layers)
+        return max(kind.longest(self.layers[layer]) for kind in self.kinds for layer in layers)
 
     def window(self, which: slice | Tensor, queries: Tensor, places: Tensor) -> QueryWindow:
         """Append queries [k,b,H_q,1,D] at places [n,1] to the windows and return them for n rows."""
@@ -175,7 +177,7 @@ class GroupRows(Rows):
         self, group: Group, layers: tuple[int, ...], which: slice | Tensor, how: AttentionParams, queries: Tensor,
         backend: Backend,
     ) -> None:  # fmt: skip
-        self.policy, self.layer = group.policy, layers[0] if len(layers) == 1 else -1
+        self.policy, self.layer = group.policy, group.layers[layers[0]] if len(layers) == 1 else -1
         self._group, self._which = group, which
         self._starts, self._counts, self._free, limit = (
             group.lengths[x][which] for x in ("starts", "counts", "free", "limit")
@@ -241,7 +243,7 @@ class GroupRows(Rows):
         latents, known = how.latents, slots.known if how.latents is None else StepCache()
         return (LazyObservation if latents is None else LazyLatents)(
             lambda name: slots.vectors(name).whole() if latents is None else _expanded(name, slots, latents, known),
-            **({"layer": layers[0]} if count == 1 else {}),
+            **({"layer": self.layer} if count == 1 else {}),
             queries=queries.flatten(0, 1),
             query_positions=places,
             positions=self.slots.positions,
@@ -252,7 +254,7 @@ class GroupRows(Rows):
             slots=SlotInfo(ascending=False, whole=False, packed=self.slots.packed),
             sequences=SequenceInfo(
                 opens=(True,) * len(places),
-                budgets=tuple(kind.budgets[index] for index in layers for kind in kinds),
+                budgets=tuple(kind.budgets[group.layers[index]] for index in layers for kind in kinds),
                 **self._numbers(count),
             ),
             shared=group.shared,

@@ -1,5 +1,7 @@
 """Which sequences can decode in a `kvbench.cache.table.Table`, and with which others."""
 
+from collections.abc import Sequence
+
 from kvbench.cache import attend
 from kvbench.cache.budgets import ENDLESS
 from kvbench.cache.layer import Layer
@@ -45,35 +47,50 @@ def can_join(sequence: CachedSequence) -> bool:
         return False
     if not all(layer.opened and not layer.unsettled and layer.ranking is None for layer in layers):
         return False
-    shapes = {_shape(sequence, layer) for layer in layers}
-    return len(shapes) == 1 and None not in shapes
+    if not all(_can_enter(sequence, layer) for layer in layers):
+        return False
+    if evicting and policy.needs.kept and len(sets_of(layers)) > 1:  # one set evicts before the next
+        return False
+    return len({slot_store(layer).first.device for layer in layers}) == 1
 
 
-def _shape(sequence: CachedSequence, layer: Layer) -> object:
-    """What the layers of a table have in common; None for a layer that cannot be in one."""
+def _can_enter(sequence: CachedSequence, layer: Layer) -> bool:
+    """Whether a layer can be in a table."""
     store, policy = layer.store, sequence.policy
     if not isinstance(store, SlotStore) or store.step_format is None:
-        return None
+        return False
     if isinstance(store, RingLayer) and not (policy.store.replayable or attend.backend_of(store.like).reads_at_once):
-        return None
+        return False
     if store.starts is None and not store.slots.packed and store.free is None:
-        return None
+        return False
     if policy.decoding_evicts:
         if not (policy.store.exact or attend.backend_of(store.like).evicts_codes):
-            return None
+            return False
         if not layer.recent.full or slots_to_grow(sequence, layer) < (0 if policy.schedule.one_each else 2):
-            return None
+            return False
         if policy.merger.needs.memory and not layer.memory:  # its thresholds begin with its first eviction
-            return None
-    heads = store.first.shape[1] if store.starts is None else 0
-    return *store.step_format[1:], heads, store.first.device
+            return False
+    return True
+
+
+def sets_of(layers: Sequence[Layer]) -> list[tuple[int, ...]]:
+    """The layers of equal shapes, which are in one set of a table."""
+    alike: dict[object, list[int]] = {}
+    for index, layer in enumerate(layers):
+        alike.setdefault((_format(layer)[1:], layer.query_heads), []).append(index)
+    return [tuple(some) for some in alike.values()]
+
+
+def _format(layer: Layer) -> tuple[object, ...]:
+    """The format of a layer's store, and its number of KV heads."""
+    store = slot_store(layer)
+    assert store.step_format is not None
+    return *store.step_format, (store.first if store.starts is None else store.starts).shape[1]
 
 
 def format_of(sequence: CachedSequence) -> object:
     """The format of every layer; sequences of equal formats share a table."""
-    stores = [layer.store for layer in sequence.layers]
-    formats = [store.step_format for store in stores if isinstance(store, SlotStore)]
-    return stores[0].positions.shape[1], *formats
+    return tuple(map(_format, sequence.layers))
 
 
 def slots_to_grow(sequence: CachedSequence, layer: Layer, used: int | None = None) -> int:

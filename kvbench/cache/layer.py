@@ -6,6 +6,7 @@ Shapes: H_q query heads, H_kv KV heads, C slots, D head dim.
 import torch
 from torch import Tensor
 
+from kvbench.cache.footprint import decoded
 from kvbench.cache.reading import PageReads
 from kvbench.policies.observation import Memory
 from kvbench.policies.policy import Policy
@@ -127,6 +128,11 @@ class Layer:
     def positions(self) -> Tensor:
         """LongTensor [1,H_kv,C]: original position of each slot, -1 = empty."""
         return self.store.positions.long() if self.opened else torch.empty(0, 0, 0, dtype=torch.long)
+
+    def took(self, steps: int, slots: int, grow: int) -> None:
+        """Note decoding steps, of which the first took new slots; grow: those that it takes until it evicts."""
+        self.footprint += decoded(self.count - self.short, steps, max(0, grow - 1))
+        self.count += slots - (slots == grow > 0)
 
     def open(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Open the store of a layer without tokens, for tensors like these. ValueError for a wrong shape."""

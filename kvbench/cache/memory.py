@@ -26,7 +26,9 @@ def slot_store(layer: Layer) -> SlotStore:
 
 
 class FlatMemory:
-    """The slots of all layers, which are alike in shapes and dtypes; empty at first.
+    """The slots of some layers, which are alike in shapes and dtypes; empty at first.
+
+    Layers are numbered among these (`place`); layers: their numbers among all attention layers.
 
     tensors: keys and values, or their codes, of each layer by name, [N,...] or shorter. positions [L,N] int32, -1 =
     empty; statistics [L,N,G'] by name and G'; weights [L,N,G]: attention of the newest queries, if a policy uses it.
@@ -35,25 +37,27 @@ class FlatMemory:
     a tensor, by name; segments start at whole entries.
     """
 
-    def __init__(self, layers: int, growth: float, reserved: int) -> None:
+    def __init__(self, layers: Sequence[int], growth: float, reserved: int) -> None:
+        self._place = {index: place for place, index in enumerate(layers)}
         self.tensors: list[dict[str, Tensor]] = []
-        self.positions = torch.full((layers, reserved), -1, dtype=torch.int32)
-        self.offsets = torch.zeros(layers, 1, 1, dtype=torch.long)
+        self.positions = torch.full((len(layers), reserved), -1, dtype=torch.int32)
+        self.offsets = torch.zeros(len(layers), 1, 1, dtype=torch.long)
         self.statistics: dict[tuple[str, int], Tensor] = {}
         self.weights: Tensor | None = None
         self.version = 0
         self._growth, self._reserved = growth, reserved
         self._each: dict[str, int] = {}
-        self._held: list[dict[Layer, range]] = [{} for _ in range(layers)]
+        self._held: list[dict[Layer, range]] = [{} for _ in layers]
 
     def start(self, layer: Layer) -> int:
         """The first slot of a sequence in a layer."""
-        return self._held[layer.index][layer].start
+        return self._held[self._place[layer.index]][layer].start
 
     def positions_of(self, layer: Layer) -> Tensor:
         """The positions of a sequence's slots in a layer: a view [n]."""
-        here = self._held[layer.index][layer]
-        return self.positions[layer.index, here.start : here.stop]
+        place = self._place[layer.index]
+        here = self._held[place][layer]
+        return self.positions[place, here.start : here.stop]
 
     @property
     def used_share(self) -> float:
@@ -61,9 +65,9 @@ class FlatMemory:
         size = self._size(0) if self.tensors else 0
         return sum(map(len, self._held[0].values())) / max(size, 1)
 
-    def _size(self, index: int) -> int:
+    def _size(self, place: int) -> int:
         """The slots of a layer."""
-        name, x = next(iter(self.tensors[index].items()))
+        name, x = next(iter(self.tensors[place].items()))
         return len(x) * self._each[name]
 
     def collect_weights(self, heads: int) -> None:
@@ -71,33 +75,33 @@ class FlatMemory:
         if self.weights is None:
             self.weights = torch.zeros(*self.positions.shape, heads, device=self.positions.device)
 
-    def hold(self, index: int, layers: Sequence[Layer]) -> None:
+    def hold(self, place: int, layers: Sequence[Layer]) -> None:
         """Move the slots of sequences in one layer into its memory. Layers are held in order the first time."""
-        held, new, first = self._held[index], dict[Layer, range](), slot_store(layers[0])
-        if index == len(self.tensors):
+        held, new, first = self._held[place], dict[Layer, range](), slot_store(layers[0])
+        if place == len(self.tensors):
             self.positions = self.positions.to(first.first.device)
             dims = 3 if first.starts is None else 1
             self._each |= {name: first.tokens_of(name) for name in first.token_memory}
             empty = {name: x.new_zeros(0, *x.shape[dims:]) for name, x in first.token_memory.items()}
             self.tensors.append(empty)
-        unit = max(self._each[name] for name in self.tensors[index])
+        unit = max(self._each[name] for name in self.tensors[place])
         begin = -(-self._reserved // unit) * unit
         for layer in layers:
             taken = [*held.values(), *new.values()]
             new[layer] = _gap(taken, slot_store(layer).capacity, begin)
-        end, size = max(slots.stop for slots in new.values()), self._size(index)
+        end, size = max(slots.stop for slots in new.values()), self._size(place)
         if end > size:
-            self._enlarge(index, max(end, int(self._growth * size) // unit * unit))
+            self._enlarge(place, max(end, int(self._growth * size) // unit * unit))
         held.update(new)
         for layer in layers:
             store = slot_store(layer)
             for name, x in store.memory.items():
-                if name not in ("positions", *self.tensors[index]):
+                if name not in ("positions", *self.tensors[place]):
                     self.statistics.setdefault((name, x.shape[-1]), x.new_zeros(*self.positions.shape, x.shape[-1]))
         pairs = []
         for layer in layers:
             before, slots = slot_store(layer), new[layer]
-            pairs.append((self.positions[index, slots.start : slots.stop], before.slot_positions().flatten()))
+            pairs.append((self.positions[place, slots.start : slots.stop], before.slot_positions().flatten()))
             self._view(layer)
             after = slot_store(layer).memory
             pairs += [(after[name], x) for name, x in before.memory.items() if name != "positions"]
@@ -105,16 +109,17 @@ class FlatMemory:
 
     def release(self, layer: Layer, last: bool = False) -> None:
         """Free the slots of a sequence in a layer; and the memory of the layer, if it is the last one."""
-        del self._held[layer.index][layer]
+        place = self._place[layer.index]
+        del self._held[place][layer]
         if last:
-            memory = self.tensors[layer.index]
+            memory = self.tensors[place]
             memory.update({name: x.new_empty(0, *x.shape[1:]) for name, x in memory.items()})
 
-    def _enlarge(self, index: int, slots: int) -> None:
+    def _enlarge(self, place: int, slots: int) -> None:
         """Copy the memory of a layer into a larger one. Small tensors are enlarged for all layers."""
-        longer = {name: _longer(x, slots // self._each[name], 0) for name, x in self.tensors[index].items()}
-        self.tensors[index] = longer
-        changed = [index]
+        longer = {name: _longer(x, slots // self._each[name], 0) for name, x in self.tensors[place].items()}
+        self.tensors[place] = longer
+        changed = [place]
         if slots > self.positions.shape[1]:
             changed = list(range(len(self.tensors)))
             self.positions = _longer(self.positions, slots, 1, fill=-1)
@@ -122,17 +127,17 @@ class FlatMemory:
             self.statistics = {name: _longer(x, slots, 1) for name, x in self.statistics.items()}
             self.weights = None if self.weights is None else _longer(self.weights, slots, 1)
         self.version += 1
-        for layer in (layer for index in changed for layer in self._held[index]):
+        for layer in (layer for place in changed for layer in self._held[place]):
             self._view(layer)
 
     def _view(self, layer: Layer) -> None:
         """Give a layer a store whose memory are views of the flat memory, where its tokens are, or will be copied."""
-        index, slots, store = layer.index, self._held[layer.index][layer], slot_store(layer)
-        memory = {}
+        place, store = self._place[layer.index], slot_store(layer)
+        slots, memory = self._held[place][layer], {}
         for name, x in store.memory.items():
-            whole, each = self.tensors[index].get(name), self._each.get(name, 1)
+            whole, each = self.tensors[place].get(name), self._each.get(name, 1)
             if whole is None:
-                whole = (self.positions if name == "positions" else self.statistics[name, x.shape[-1]])[index]
+                whole = (self.positions if name == "positions" else self.statistics[name, x.shape[-1]])[place]
             memory[name] = whole[slots.start // each : slots.stop // each].view(x.shape)
         layer.store = store.with_memory(memory, store.free)
 

@@ -15,13 +15,12 @@ from kvbench.policies.observation import AttentionParams
 
 
 class Tables:
-    """sequences: those of the cache, in the order of its rows. layers: number of attention layers; 0: no sequence can
-    enter a table. rows: the sequence of each row of the next step, if `begin_step` arranged them; None: padding. alone:
-    rows of the running step whose sequences are in no table.
+    """sequences: those of the cache, in the order of its rows. rows: the sequence of each row of the next step, if
+    `begin_step` arranged them; None: padding. alone: rows of the running step whose sequences are in no table.
     """
 
-    def __init__(self, sequences: list[CachedSequence], layers: int) -> None:
-        self._sequences, self._layers = sequences, layers
+    def __init__(self, sequences: list[CachedSequence]) -> None:
+        self._sequences = sequences
         self._tables: list[Table] = []
         self._held: list[tuple[Table, slice | Tensor | None]] = []  # with their rows of the running step; None: all
         self.rows: list[CachedSequence | None] = []
@@ -58,12 +57,12 @@ class Tables:
         self._tables = [table for table in self._tables if table.rows]
         inside = [one for one in self._sequences if one.table is not None]
         leave_tables([one for one in inside if one.table not in self._tables or one.table.evicts_next(one)])
-        waiting = [one for one in self._sequences if self._layers and one.table is None and can_join(one)]
+        waiting = [one for one in self._sequences if one.table is None and can_join(one)]
         for table in self._tables:
             table.admit(waiting)
             waiting = [one for one in waiting if one.table is None]
         while waiting:
-            table = Table(self._layers, pads)
+            table = Table(pads)
             table.admit(waiting)
             waiting = [one for one in waiting if one.table is None]
             self._tables.append(table)

@@ -18,7 +18,7 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import LiveSequence, Request, TokenSampler, script_of
 from kvbench.errors import counted
 from kvbench.models.devices import now
-from kvbench.models.replay import check_equal_layers, check_graph
+from kvbench.models.replay import check_graph
 from kvbench.policies.policy import Policy
 
 
@@ -134,7 +134,6 @@ def generate(
         return found
     if cuda_graph:
         check_graph(policy, model.device)
-        check_equal_layers(model.config)
     batch, sequences, prefill_seconds, decode_seconds = DecodeBatch(model, cuda_graph), list[LiveSequence](), 0.0, 0.0
     for some in batch.together(requests):
         began = now(model)

@@ -1,12 +1,9 @@
-"""Which decoding steps can be recorded as a CUDA graph: conditions on the policy, the device and the model."""
+"""Which decoding steps can be recorded as a CUDA graph: conditions on the policy and the device."""
 
 import torch
-from transformers import PreTrainedConfig
 
-from kvbench.cache.families import name_of
 from kvbench.cache.joining import SELDOM, can_record
 from kvbench.models.devices import records_steps
-from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 
 
@@ -24,13 +21,4 @@ def check_graph(policy: Policy, device: torch.device) -> None:
             "engine.cuda_graph=true needs keys and values per KV head, exact or in codes that kernels read, and steps "
             f"that attend, then evict one token; {policy.name} does not support it: use engine.cuda_graph=false"
             f"{f', every=1 or at least {SELDOM}' if 1 < policy.schedule.every < SELDOM else ''}"
-        )
-
-
-def check_equal_layers(config: PreTrainedConfig) -> None:
-    """Raise ValueError unless steps of a model with this configuration can be recorded."""
-    if len(set(layer_shapes(config).values())) > 1:
-        raise ValueError(
-            f"engine.cuda_graph=true is not supported for {name_of(config.get_text_config(decoder=True))}, which has "
-            "layers with different numbers of KV heads: use engine.cuda_graph=false"
         )

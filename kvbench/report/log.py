@@ -15,7 +15,7 @@ from kvbench.config.compose import names, read, resolved
 from kvbench.config.parts import build, refusing_in
 from kvbench.errors import UsageError, counted, unknown
 from kvbench.results.definition import sweep_name
-from kvbench.results.loading import load_results
+from kvbench.results.loading import load_results, run_folders
 from kvbench.terminal.command import PATH, Command, pairs, quiet
 
 
@@ -27,18 +27,19 @@ def log(folder: Path, fields: Sequence[str]) -> None:
 
     Runs that are logged already are not doubled online: they keep their id.
     """
-    quiet()
     words = pairs(fields, "logger=wandb")
     known = [name for name in names("logger") if name != "none"]
     name = words.pop("logger", "")
     if name not in known:
         raise unknown("logger", name, known)
+    run_folders(folder)
+    quiet()
     given = {key.removeprefix("logger."): yaml.safe_load(value) for key, value in words.items()}
+    rows = [row for row in load_results(folder) if row.finished]
     config: dict[str, Any] = {**read("logger", name), **given}
     with refusing_in("logger", config, "logger: "):
         tracker = build(resolved({"logger": config, "out": str(folder)})["logger"])
         watch = tracker.watch(sweep_name(folder, None))
-    rows = [row for row in load_results(folder) if row.finished]
     if watch is None or not rows:
         raise UsageError(f"{folder} has no finished run" if watch else "logger.mode=disabled logs nothing")
     for row in rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import NamedTuple
@@ -163,7 +164,9 @@ def results_table(rows: Sequence[Result]) -> TextTable:
     if AGAINST in numbers:
         differences = corrected({row: row.difference for row in rows if row.difference})
         numbers[AGAINST] = [against(row, differences.get(row)) or NONE for row in rows]
-    return labelled(rows, numbers, [one.legend for one in shown if one.legend])
+    table = labelled(rows, numbers, [one.legend for one in shown if one.legend])
+    times = "Times are not shown for batched runs. Use engine.rows=1 to time each run alone."
+    return replace(table, notes=[*table.notes, *[times] * any(row.n_shared for row in rows)])
 
 
 def _watched(name: str, row: Result) -> str | None:
@@ -321,8 +324,6 @@ def notes(rows: Sequence[Result]) -> list[str]:
     few = [row for row in rows if row.to_full is not None and row.difference is None and row.gap is None]
     if any(row.value is not None for row in few):
         found.append(f"vs full needs at least {FEWEST} shared examples")
-    if any(row.n_shared for row in rows):
-        found.append("Times are not shown for batched runs. Use engine.rows=1 to time each run alone.")
     evicting = [row for row in rows if row.evicts and row.naming.reads is None]
     modes, schedules, decodes = (
         sorted({value for row in evicting if (value := getattr(row, name))})

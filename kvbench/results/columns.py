@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, one_line
 from kvbench.results.labels import NAMED, Naming
 from kvbench.results.metrics import Numbers, metrics
 from kvbench.results.result import Result, numbers
@@ -134,21 +135,42 @@ def frame(rows: Sequence[Result], names: Sequence[str] = ()) -> pd.DataFrame:
     return pd.DataFrame({name: series[name] for name in names or series})
 
 
+_FIELDS = "policy_fields", "task_fields"
+_READ = *NAMED, "run_id", "weights", *_FIELDS, "budget", "budget_kind", "subset", "n", "n_failed"
+"""The columns that `read_table` needs."""
+
+
 def read_table(path: Path) -> list[Result]:
     """The runs of a tidy table, without samples. Raises UsageError for other files."""
     import pandas as pd
 
+    def refusal(reason: str) -> UsageError:
+        makes = "kvbench results collect FOLDER -o runs.csv"
+        return UsageError(f"{path} is not a table of runs: {reason}; `{makes}` writes one")
+
     try:
-        table = pd.read_csv(path) if path.suffix == ".csv" else pd.read_parquet(path)
+        texts = {column.name: "string" for column in COLUMNS if column.kind in ("words", "json")}
+        table = pd.read_csv(path, dtype=texts) if path.suffix == ".csv" else pd.read_parquet(path)
+        if lacking := [name for name in _READ if name not in table]:
+            raise refusal(f"it has no column {', '.join(lacking)}")
         rows = table[table["subset"] == "all"].to_dict("records")
+        if not rows:
+            raise refusal("it has no row with subset=all")
+        for column in COLUMNS:
+            values = table[column.name].dropna() if column.name in table else ()
+            if column.kind in ("integer", "number") and not all(isinstance(value, Real) for value in values):
+                raise refusal(f"column {column.name} has a value that is not a number")
         return [_result({str(k): None if pd.isna(v) else v for k, v in row.items()}) for row in rows]
-    except (KeyError, ValueError, TypeError, OSError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{path} is not a table written by `kvbench results collect` ({reason})") from error
+    except UsageError:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, OSError) as error:
+        raise refusal(f"it cannot be read ({one_line(error)})") from error
 
 
 def _result(row: dict[str, Any]) -> Result:
     tree = {c.name: json.loads(row[c.name]) for c in COLUMNS if c.kind == "json" and row.get(c.name) is not None}
+    if not all(isinstance(tree[name], dict) for name in _FIELDS):
+        raise TypeError(f"{' and '.join(_FIELDS)} must be JSON objects")
     budget = int(row["budget"]) if row["budget_kind"] == "tokens_per_head" else row["budget"]
     same: dict[str, Any] = {name: row[name] for name in ("dtype", "seed", "compress", "code") if name in row}
     identity: dict[str, Any] = {"model": {"weights": row["weights"]}, "budget": budget, **same}

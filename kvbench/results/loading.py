@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import LARGEST, UsageError
+from kvbench.errors import LARGEST, UsageError, counted
 from kvbench.results.definition import is_environment
 from kvbench.results.files import fits, read_json, read_yaml
 from kvbench.results.labels import NAMED, Naming, names
@@ -37,11 +37,9 @@ def load_results(folder: Path) -> Results:
     Runs that cannot be read or have no examples are skipped with a warning. Of several copies of a run, only the one
     with most examples is returned. Raises UsageError if no run can be read.
     """
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder")
     left_out: dict[Path, str] = {}
     longest: dict[str, Result] = {}
-    for place in _places(folder):
+    for place in run_folders(folder):
         try:
             row = read_result(place)
         except UsageError as error:
@@ -55,8 +53,8 @@ def load_results(folder: Path) -> Results:
         if row is not kept:
             left_out[row.folder] = f"it is a copy of {kept.folder}"
     if not longest:
-        why = next(iter(left_out.values())) if len(left_out) == 1 else f"none of its folders has a readable {FILE_NAME}"
-        raise UsageError(f"{folder} has no readable run: {why}")
+        others = f" (and {counted(len(left_out) - 1, 'other')})" if len(left_out) > 1 else ""
+        raise UsageError(f"{folder} has no readable run: {next(iter(left_out.values()))}{others}")
     for place, reason in left_out.items():
         log.warning("%s is skipped: %s", place, reason)
     return Results(sorted(longest.values(), key=lambda row: row.folder))
@@ -82,6 +80,8 @@ def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> 
             raise ValueError("is missing or has no example")
         file = "config.yaml"
         config = read_yaml(folder / file)
+        if not isinstance(config, Mapping):
+            raise ValueError("is empty or has no fields")
         file = "config.yaml or environment.json"
         found = _result(folder, samples, config, metrics(samples), whole)
         if not (whole or limit is not None) and found.finished:  # hundreds of runs would fill the memory
@@ -165,6 +165,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) <= LARGEST)
 
 
-def _places(folder: Path) -> list[Path]:
-    """Every folder in or below `folder` with a samples file (or a broken link of that name), sorted."""
-    return sorted(Path(place) for place, folders, files in os.walk(folder) if FILE_NAME in (*folders, *files))
+def run_folders(folder: Path) -> list[Path]:
+    """Every folder in or below `folder` with a samples file (or a broken link of that name), sorted.
+
+    Raises UsageError if there is none.
+    """
+    if not folder.is_dir():
+        why = f"is a file: choose the folder that has its runs, in which every run has a {FILE_NAME}"
+        raise UsageError(f"{folder} {why if folder.exists() else 'does not exist'}")
+    found = sorted(Path(place) for place, folders, files in os.walk(folder) if FILE_NAME in (*folders, *files))
+    if not found:
+        raise UsageError(f"{folder} has no run: there is no {FILE_NAME} in it or in its folders")
+    return found

@@ -294,7 +294,7 @@ def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:
                     f"{path}, line {number}: not the sample of {which}; "
                     f"delete the file to compute the run again, or restore it"
                 )
-            log.warning("%s: the incomplete last line is removed; %s will be computed again", path, which)
+            log.warning("%s: the incomplete last line is left out; its command computes %s again", path, which)
             break
         _check_score(sample, f"{path}, line {number}")
         _check_types(sample, f"{path}, line {number}")

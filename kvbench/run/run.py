@@ -26,7 +26,7 @@ from kvbench.models.files import ModelSpec, check_sha256
 from kvbench.models.given import checkpoint_of
 from kvbench.models.loading import Checkpoint, locate
 from kvbench.models.prompts import COMPRESS
-from kvbench.models.replay import check_equal_layers, check_graph, records
+from kvbench.models.replay import check_graph, records
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.describe import describe
 from kvbench.policies.latents import check_latents
@@ -146,9 +146,6 @@ def build_run(config: RunConfig) -> Run:
     checkpoint = locate(spec, config.dtype or "null") if config.given is None else checkpoint_of(config.given, spec)
     with _in_policy(config):
         check_shapes(policy, checkpoint)
-    if config.engine.cuda_graph is True:
-        with refusing():
-            check_equal_layers(checkpoint.config)
     return Run(
         policy=policy,
         policy_name=config.names["policy"],

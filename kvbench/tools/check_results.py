@@ -26,11 +26,11 @@ from kvbench.models.prompt import Prompt
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.policy import read_plan
 from kvbench.results.files import read_json, read_yaml
-from kvbench.results.loading import read_result
+from kvbench.results.loading import read_result, run_folders
 from kvbench.results.metrics import FILE_NAME as METRICS
 from kvbench.results.metrics import metrics
 from kvbench.results.result import Result
-from kvbench.results.samples import FILE_NAME, Sample
+from kvbench.results.samples import Sample
 from kvbench.results.summary import read_summary
 from kvbench.run.digests import digest_of
 from kvbench.run.run import Run, build_run
@@ -57,10 +57,8 @@ def check(folder: Path, fields: Sequence[str]) -> int:
     FIELD=VALUE: fields with other values on this machine, such as task.data_dir=/data. The exit code is 1 if a run is
     refused.
     """
+    folders, refused = run_folders(folder), 0
     quiet()
-    folders, refused = sorted(path.parent for path in folder.rglob(FILE_NAME)), 0
-    if not folders:
-        raise UsageError(f"{folder} has no run")
     for run in folders:
         try:
             check_run(run, pairs(fields, "task.data_dir=/data"))

@@ -1,10 +1,9 @@
 """The slot store: the tokens of one layer in full precision, in slots that are overwritten in place.
 
-Every KV head of every sequence owns a segment of slots. Segments of equal length form tensors [B,H,C,...]. After an
-eviction that leaves KV heads with different numbers of tokens, a `ragged` store has flat tensors [N,...], and the start
-and length of every segment.
+Every KV head of every sequence owns a segment of slots. Segments of equal length form tensors [B,H,C,...]; segments of
+different lengths are in `kvbench.policies.stores.ragged`.
 
-Shapes: B sequences, H KV heads, C slots of a segment, N slots of all segments, D head dim.
+Shapes: B sequences, H KV heads, C slots of a segment, D head dim.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.kernels.decode import decode_attention_flat
 from kvbench.kernels.references import widen
 from kvbench.policies.constants import on_device
-from kvbench.policies.observation import AttentionParams, SlotInfo, State
+from kvbench.policies.observation import SlotInfo, State
 from kvbench.policies.stores.slots import (
     GROWTH,
     copy_each,
@@ -39,14 +37,16 @@ SIDES = ("keys", "values")
 class SlotStore(LayerStore):
     """Segments of which the first `used` slots are in use; `memory`: keys, values, positions and statistics by name.
 
-    starts, counts [B,H]: the start of each segment and its slots in use, for flat memory only. free [B,H,1]: the only
-    empty slot of every KV head, if each has exactly one. room: slots after those in use. lent: keys and values are the
-    model's own tensors, which other caches may hold too. Memory without positions has its i-th token at position i.
+    starts, counts [B,H]: the start of each segment and its slots in use, where segments differ in length. free [B,H,1]:
+    the only empty slot of every KV head, if each has exactly one. room: slots after those in use. lent: keys and values
+    are the model's own tensors, which other caches may hold too. Memory without positions has its i-th token at
+    position i.
     """
 
-    def __init__(
-        self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int, ragged: bool = False
-    ) -> None:
+    starts: Tensor | None = None
+    counts: Tensor | None = None
+
+    def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
         none = keys[:, :, :0, 0]
         self.memory: dict[str, Tensor] = {
             "keys": keys[:, :, :0],
@@ -54,9 +54,7 @@ class SlotStore(LayerStore):
             "positions": none.to(torch.int32),
             **{name: widen(none)[..., None].expand(-1, -1, -1, width) for name in statistics},
         }
-        self._statistics, self._ragged = statistics, ragged
-        self.starts: Tensor | None = None
-        self.counts: Tensor | None = None
+        self._statistics = statistics
         self.free: Tensor | None = None
         self.used = self.room = 0
         self.lent = False
@@ -74,22 +72,8 @@ class SlotStore(LayerStore):
         return held
 
     def _view(self, name: str) -> Tensor:
-        """[B,H,used,...]: a view; for flat memory a copy, in which shorter segments end in empty slots."""
-        if self.starts is None:
-            return self.memory[name].narrow(2, 0, self.used)
-        slots, taken = self._flat_slots()
-        copied = self.memory[name][slots]
-        return copied.masked_fill_(
-            ~taken.view(*taken.shape, *[1] * (copied.dim() - 3)), -1 if name == "positions" else 0
-        )
-
-    def _flat_slots(self) -> tuple[Tensor, Tensor]:
-        """The flat slot of each segment's slots, [B,H,used], and which of them are in use."""
-        assert self.starts is not None
-        assert self.counts is not None
-        steps = torch.arange(self.used, device=self.starts.device)
-        taken = steps < self.counts[..., None]
-        return (self.starts[..., None] + steps).masked_fill(~taken, 0), taken
+        """The slots in use, [B,H,used,...]: a view."""
+        return self.memory[name].narrow(2, 0, self.used)
 
     def contents(self) -> dict[str, Tensor]:
         """All slots in use by name, [B,H,C,...]."""
@@ -128,12 +112,12 @@ class SlotStore(LayerStore):
 
     @property
     def positions(self) -> Tensor:
-        return self._view("positions") if self.starts is not None else self.slot_positions().narrow(2, 0, self.used)
+        return self.slot_positions().narrow(2, 0, self.used)
 
     @property
     def slots(self) -> SlotInfo:
         bias = self._view("bias") if "bias" in self.memory else None
-        return SlotInfo(self._ascending, self._packed and self.starts is None, bias=bias)
+        return SlotInfo(self._ascending, self._packed, bias=bias)
 
     @property
     def state(self) -> State:
@@ -141,15 +125,11 @@ class SlotStore(LayerStore):
 
     @state.setter
     def state(self, state: State) -> None:
-        if self.starts is not None:
-            slots, taken = self._flat_slots()
-            for name, x in state.items():
-                self.memory[name][slots[taken]] = x[taken]
+        """Nothing to do: statistics are views, which were changed in place."""
 
     @property
     def nbytes(self) -> int:
-        lengths = (self.free,) if self.starts is None else (self.starts, self.counts)
-        return sum(x.nbytes for x in (*self.memory.values(), *lengths) if x is not None)
+        return sum(x.nbytes for x in (*self.memory.values(), self.free) if x is not None)
 
     def sizes(self) -> Sizes:
         named = {name: x.nbytes for name, x in self.memory.items()}
@@ -163,7 +143,7 @@ class SlotStore(LayerStore):
     @property
     def capacity(self) -> int:
         """Slots of all segments."""
-        return self.first.shape[: 3 if self.starts is None else 1].numel()
+        return self.first.shape[:3].numel()
 
     @property
     def first(self) -> Tensor:
@@ -178,8 +158,7 @@ class SlotStore(LayerStore):
     def grown(self, used: int, taken: int, free: Tensor | None, counts: Tensor | None) -> None:
         """Note that new tokens took slots: `used` are in use now, `taken` more than before; see `with_memory`."""
         self.use(used, self.room - taken)
-        self.free, self.counts = free, counts
-        self._packed = free is None and self.starts is None
+        self.free, self._packed = free, free is None
 
     def use(self, slots: int, room: int) -> None:
         """Set the number of slots in use, and of those after them."""
@@ -192,8 +171,7 @@ class SlotStore(LayerStore):
         """
         held = copy(self)
         held.memory, held.free, held.lent = memory, free, False
-        held.counts = self.counts if counts is None else counts
-        held._packed = free is None and self.starts is None
+        held._packed = free is None
         held._ascending = self._ascending and free is None
         return held
 
@@ -202,16 +180,13 @@ class SlotStore(LayerStore):
 
         Without a free slot, it is the next one.
         """
-        starts, counts, first = self.starts, self.counts, self.first
-        if starts is None or counts is None:
-            starts = torch.arange(0, self.capacity, first.shape[2], device=first.device).view(first.shape[:2])
-            counts = torch.full_like(starts, self.used)
+        first = self.first
+        starts = torch.arange(0, self.capacity, first.shape[2], device=first.device).view(first.shape[:2])
+        counts = torch.full_like(starts, self.used)
         return starts, counts, counts if self.free is None else self.free[..., 0]
 
     # --- append ----------------------------------------------------------------------------------------------------
     def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        if self.starts is not None and keys.shape[2] > 1:
-            self._even_out()
         self._enter({"keys": keys, "values": values}, positions)
 
     def _enter(self, tokens: dict[str, Tensor], positions: Tensor) -> None:
@@ -224,11 +199,6 @@ class SlotStore(LayerStore):
         if self.free is not None and new == 1:
             self._put(self.free, tokens)
             self.free, self._packed, self._ascending = None, True, False
-        elif self.counts is not None:
-            self.reserve()
-            self._put(self.counts[..., None], tokens)
-            self.counts = self.counts + 1
-            self.use(self.used + 1, self.room - 1)
         elif self._packed:
             self._write_at_end(tokens, new)
         elif new == 1:
@@ -242,10 +212,7 @@ class SlotStore(LayerStore):
         for name, x in self.memory.items():
             new = tokens.get(name, 0.0)
             if name in tokens or all_names:
-                if self.starts is None:
-                    x.scatter_(2, spread_index(slots, x), new)
-                else:
-                    x[self.starts[..., None] + slots] = new
+                x.scatter_(2, spread_index(slots, x), new)
 
     def _write_at_end(self, tokens: dict[str, Tensor], new: int) -> None:
         used, room = self.used, self.room
@@ -265,10 +232,6 @@ class SlotStore(LayerStore):
 
     def _lengthen(self, more: int, tokens: Mapping[str, Tensor]) -> None:
         """Add slots after those in use of every segment, with the tokens or empty."""
-        if self.starts is not None:
-            assert self.counts is not None
-            self._flatten(self.contents(), self.counts, more)
-            return
         for name, x in self.memory.items():
             behind = tokens.get(name)
             if behind is None:
@@ -309,7 +272,6 @@ class SlotStore(LayerStore):
     # --- evict and merge -------------------------------------------------------------------------------------------
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
         if bias is not None:
-            self._even_out()
             if "bias" not in self.memory:
                 places = self.memory["positions"]
                 self.memory["bias"] = torch.zeros(places.shape, dtype=torch.float32, device=places.device)
@@ -322,24 +284,15 @@ class SlotStore(LayerStore):
         self._put(slots, new, all_names=False)
 
     def keep(self, mask: Tensor, spare: int, count: int | None = None) -> Tensor:
-        self._even_out()
         self.store_positions()
-        ragged = self._ragged and not mask.is_meta
-        slots = self._compact(mask, 0 if ragged else spare, count)
+        slots = self._compact(mask, spare, count)
         self._whole = False
-        if ragged:
-            self._flatten(self.contents(), (self.positions >= 0).sum(-1), spare)
         return slots
 
     @property
     def holds_exact(self) -> bool:
         """Whether the slots in use have keys and values, not their codes."""
         return "keys" in self.memory
-
-    @property
-    def ragged(self) -> bool:
-        """Whether heads may have, or will have, different numbers of slots."""
-        return self._ragged or self.starts is not None
 
     def kept(self, slots: int, spare: int) -> None:
         """Note that the memory has `slots` kept tokens in order of position, and `spare` empty slots after them."""
@@ -377,31 +330,6 @@ class SlotStore(LayerStore):
         """Move slots [B,H,n] to the front, followed by `spare` empty ones."""
         contents = {name: x[:, :, : self.used] for name, x in self.memory.items()}
         rewrite([self], slots, [slots.shape[2]], spare, contents, {})
-
-    # --- segments of different lengths -----------------------------------------------------------------------------
-    def _flatten(self, padded: Mapping[str, Tensor], counts: Tensor, spare: int) -> None:
-        """Store the first counts [B,H] slots of padded tensors [B,H,C,...] in segments with `spare` more slots each."""
-        ends = (counts + spare).flatten().cumsum(0)
-        self.starts, self.counts = ends.view_as(counts) - counts - spare, counts.clone()
-        self.used, self.room, self.free = padded["positions"].shape[2], spare, None
-        into, taken = self._flat_slots()
-        for name, x in padded.items():
-            flat = x.new_full((int(ends[-1]), *x.shape[3:]), -1 if name == "positions" else 0)
-            flat[into[taken]] = x[taken]
-            self.memory[name] = flat
-
-    def _even_out(self) -> None:
-        """Turn flat memory into tensors [B,H,C,...] again, padded to the longest segment."""
-        if self.starts is not None:
-            self.memory, self.starts, self.counts = self.contents(), None, None
-            self.free, self.room, self._expected = None, 0, None
-            self._packed = bool((self.memory["positions"] >= 0).all())
-
-    def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
-        if self.starts is None or self.counts is None or queries.shape[2] > 1 or "bias" in self.memory:
-            return None
-        stored = self.memory["keys"], self.memory["values"], positions, self.memory["positions"]
-        return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *how.for_kernels).out
 
 
 def rewrite(

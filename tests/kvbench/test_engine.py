@@ -21,7 +21,7 @@ from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.knorm import KNorm
-from kvbench.report.table import notes, results_table
+from kvbench.report.table import results_table
 from kvbench.results.loading import read_result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
@@ -104,9 +104,9 @@ def test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs(ce
     assert [*results_table(runs).frame["prefill s"]] == ["shared", f"{runs[1].prefill_seconds:.3f}"]
     assert any(
         note == "Times are not shown for batched runs. Use engine.rows=1 to time each run alone."
-        for note in notes(runs)
+        for note in results_table(runs).notes
     )
-    assert not any("engine.rows=1" in note for note in notes(runs[1:]))
+    assert not any("engine.rows=1" in note for note in results_table(runs[1:]).notes)
     (session,) = json.loads((shared[1].folder / "engine.json").read_text())["sessions"]
     assert session["runs"] == [cell.folder.name for cell in shared]
     # one prefill an example, two runs each; a token of every row is the prefill's, the others are decoded

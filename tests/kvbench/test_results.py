@@ -331,6 +331,41 @@ def test_names_are_plain_whatever_stands_beside_them_and_what_differs_has_column
         }
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("empty.csv", b"", "cannot be read (EmptyDataError"),
+        ("empty.parquet", b"", "cannot be read (ArrowInvalid"),
+        ("bytes.csv", b"\xff\xfe\x00", "cannot be read (UnicodeDecodeError"),
+        (
+            "scores.csv",
+            b"task,policy,score\nniah,full,1.0\n",
+            "has no column model, run_id, weights, policy_fields",
+        ),
+        ("header.csv", None, "has no row with subset=all"),
+        ("texts.csv", None, "column score has a value that is not a number"),
+        ("fields.csv", None, "policy_fields and task_fields must be JSON objects"),
+        ("infinite.csv", None, "cannot be read (OverflowError"),
+    ],
+)
+def test_a_table_of_another_kind_is_refused_with_the_command_that_writes_one(
+    tmp_path: Path, name: str, content: bytes | None, reason: str
+) -> None:
+    if content is None:
+        table = pd.read_csv(Path(__file__).parents[2] / "results/pocket/ruler_1024.csv")[:2]
+        changes = {"texts.csv": {"score": "high"}, "fields.csv": {"policy_fields": "[1]"}}
+        table = table.assign(**changes.get(name, {}), **({"budget": float("inf")} if name == "infinite.csv" else {}))
+        table[: 0 if name == "header.csv" else 2].to_csv(tmp_path / name, index=False)
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError) as refusal:
+        read_table(tmp_path / name)
+    message = str(refusal.value)
+    assert message.startswith(f"{tmp_path / name} is not a table of runs: ")
+    assert reason in message
+    assert message.endswith("; `kvbench results collect FOLDER -o runs.csv` writes one")
+
+
 def test_names_in_a_table_of_an_older_version_are_plain() -> None:
     table = Path(__file__).parents[2] / "results" / "pocket" / "ruler_1024.csv"
     found = {row.policy for row in read_table(table)}

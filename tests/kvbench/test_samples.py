@@ -57,7 +57,7 @@ def test_a_cut_off_last_line_is_dropped_and_the_file_ends_equal(
     with caplog.at_level(logging.WARNING):
         assert len(read_samples(path)) == 2
         assert write(path, 4) == whole
-    assert "incomplete last line is removed" in caplog.text
+    assert "incomplete last line is left out" in caplog.text
 
 
 @pytest.mark.parametrize("tail", [b"\x00" * 80, b'{"index": 2, "prom\x00\x00', b"\x00" * 5000])

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from kv_hybrids import HYBRIDS, tiny_hybrid
-from kv_models import prompt, tiny
+from kv_models import prompt, small, tiny
 from kv_runs import finish, kept_now
 from live_bytes import Live
 from parameters import few_fast
@@ -97,6 +97,7 @@ def equal_one_by_one(model: Any, some: Sequence[Policy]) -> list[float]:
         (("sirllm", "cam", "random"), "llama"),
         (("tova", "kivi", "caote_tova"), "llama"),
         (("h2o", "full", "caote_snapkv", "fp8"), "gemma3n"),  # its last layers read the tokens of earlier ones
+        (("h2o", "full", "snapkv"), "gemma4"),  # and layers differ in the numbers of a head
     ],
 )
 def test_one_launch_equals_decoding_group_by_group(slugs: Sequence[str], family: str) -> None:
@@ -110,6 +111,16 @@ def test_layers_that_store_latents_decode_in_the_table() -> None:
     """Scores of keys, of a window, of sums and of the newest query; values too."""
     some = [*policies(("full", "knorm", "h2o", "caote_tova")), make_policy("snapkv", 40, window=6, decode="evict")]
     assert max(equal_one_by_one(model_of("deepseek_v3"), some)) == 1
+
+
+def test_layers_of_different_numbers_of_heads_decode_in_the_table() -> None:
+    """Layers that slide have two KV heads, others one. K-VEC's layers evict in their order, so it does not."""
+    heads = {"num_key_value_heads": 1, "head_dim": 12, "v_head_dim": 8}
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    fields = {"layer_types": kinds, "num_hidden_layers": len(kinds), "sliding_window": 16, "n_routed_experts": 4}
+    model = prepare(small("mimo_v2_flash", torch.float32, **heads, **fields))
+    some = [*policies(("full", "h2o", "caote_tova", "ada_snapkv")), make_policy("kvec", 40, window=6, decode="evict")]
+    assert 0.5 < max(equal_one_by_one(model, some)) < 1
 
 
 @pytest.mark.parametrize("slugs", [("h2o", "tova", "rkv", "snapkv"), ("sirllm", "knorm", "roco", "caote_tova")])

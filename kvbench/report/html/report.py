@@ -86,6 +86,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
     )
     filters = {"budget": tables.budget_text, "amount": tables.amount, "number": tables.number, "cost": tables.cost_text}
     filters |= {"measure": measure, "against": against, "interval": _interval, "breakable": _breakable}
+    filters["counted"] = lambda number, several, one: f"{number} {one if number == 1 else several}"
     environment.filters.update(filters)
     parts = {row.line: flat({k: v for k, v in row.identity["policy"].items() if k != "class"}) for row in rows}
     return environment.get_template("report.html").render(
@@ -94,6 +95,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
         runs=sum(row.n_seeds or 1 for row in rows),
         left_out=sorted({row.line for row in rows} - {row.line for row in detailed}),
         models=len({row.model_label for row in rows}),
+        batched=any(row.n_shared for row in rows),
         recurrent=any(row.state_bytes for row in rows),
         kinds=[(kind, [g for g in groups if g.rows[0].measure == kind]) for kind in ("score", "NLL", "KL")],
         to_full={row: one for group in groups for row, one in tables.to_full(group).items()},
