@@ -7,7 +7,6 @@ import pytest
 import torch
 from kv_stores import attended, feed, stream
 
-from kvbench.policies.stores.kivi import Kivi
 from kvbench.policies.stores.ott import Ott
 from kvbench.policies.stores.ring_layout import RingLayer
 
@@ -58,18 +57,6 @@ def test_pools_freeze_before_the_auxiliary_one_would_overflow(splits: list[int])
     held = feed(store, keys, keys, splits)
     assert held.notes["pool slots"].tolist() == [[pools[-1]]]
     assert bool(held.notes["frozen"])
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_with_an_empty_pool_the_codes_are_kivis_on_the_same_schedule(bits: int) -> None:
-    keys, values = stream(256, dim=32)
-    ott = feed(Ott(bits=bits, group=32, residual=0, outliers=0), keys, values)
-    kivi = feed(Kivi(bits=bits, group=32, residual=0), keys, values)
-    assert torch.equal(ott.keys, kivi.keys)
-    assert torch.equal(ott.values, kivi.values)
-    assert ott.memory.keys() == kivi.memory.keys()
-    for name, x in ott.memory.items():
-        assert torch.equal(x, kivi.memory[name])
 
 
 def test_the_first_two_layers_trace_nothing() -> None:
