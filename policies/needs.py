@@ -30,9 +30,8 @@ class Needs:
 
     Properties of the scores:
     whole_prompt: scores are defined only at the end of the prompt, so block schedules are rejected.
-    by_position: scores are positions, so value-aware wrappers are rejected.
+    unweighable: why value-aware wrappers are rejected; "" if they are not.
     never_negative: no score is below 0.
-    infinite: tokens that are always kept have an infinite score, so value-aware wrappers are rejected.
     ties: equal tokens have equal scores up to rounding; scores are then rounded to half the bits, so that they tie.
     fixed_scores: the score of a token never changes, so that a threshold may decide (`Threshold`).
     lookahead: no query of the prompt scores, only those of the pre-pass `Lookahead`.
@@ -56,9 +55,8 @@ class Needs:
     hidden: bool = False
     bias: bool = False
     whole_prompt: bool = False
-    by_position: bool = False
+    unweighable: str = ""
     never_negative: bool = False
-    infinite: bool = False
     ties: bool = False
     fixed_scores: bool = False
     lookahead: bool = False

@@ -81,13 +81,8 @@ def check_value(own: Composition) -> None:
         return
     if scorer is None:
         raise ValueError(f"{name} keeps every token, so there are no scores for a value-aware wrapper")
-    if scorer.needs.by_position:
-        raise ValueError(f"{name} ranks tokens by position, so there are no scores for a value-aware wrapper")
-    if scorer.needs.infinite:
-        raise ValueError(
-            f"{name} gives the tokens that it always keeps an infinite score, which a value-aware wrapper cannot "
-            "weigh: use scorer.preserve=literal"
-        )
+    if scorer.needs.unweighable:
+        raise ValueError(f"{name} {scorer.needs.unweighable}")
     if (value.needs.query_heads or own.granularity == "layer") and (
         not isinstance(scorer, AttentionScorer) or scorer.needs.kv_heads_only
     ):

@@ -47,8 +47,8 @@ def figures(pack: Path) -> Iterator[tuple[str, Figure]]:
     title = yaml.safe_load((pack / "pack.yaml").read_text(encoding="utf-8"))["title"]
     if "ruler_average" in tables:
         yield "ruler_average", averages(tables["ruler_average"], f"{title}, RULER at 2,048 tokens")
-    if "control" in tables:
-        yield "control", control(tables["control"], title)
+    if "allocations_average" in tables:
+        yield "allocations", allocations(tables["allocations_average"], title)
     for table in ("ruler_context", "needles_context"):
         if table in tables and tables[table].task.nunique() == 1:
             yield table, by_policy(tables[table], f"{title}, question unknown when the prompt is compressed")
@@ -111,24 +111,22 @@ def averages(table: pd.DataFrame, title: str) -> Figure:
     return finished(figure, axes, f"{title}, budget 512, question known, n = {own.n.min()} per task")
 
 
-def control(table: pd.DataFrame, title: str) -> Figure:
+def allocations(table: pd.DataFrame, title: str) -> Figure:
     """Mean scores with intervals: a panel for each budget, a group for each allocation, a marker for each score."""
-    whole = table[table["mean"].notna()]
-    budgets = sorted(whole.budget.dropna().unique())
-    size = 1.2 + 3.4 * len(budgets) if len(budgets) > 1 else 6.4
+    budgets = sorted(table.budget.unique())
+    size = 1.2 + 3.4 * len(budgets)
     figure, grid = plt.subplots(1, len(budgets), figsize=(size, 3.5), sharey=True, squeeze=False, layout="constrained")
-    scores = [name for name in whole["score of"].unique() if (whole["score of"] == name).sum() > 2]
+    scores = [name for name in table["score of"].unique() if name not in table.policy.unique()]
     for axes, budget in zip(grid[0], budgets, strict=True):
-        own = whole[whole.budget == budget]
+        own = table[table.budget == budget]
         for number, score in enumerate(scores):
             some = own[(own["score of"] == score) & own.allocation.isin(ALLOCATIONS)]
             x = [ALLOCATIONS.index(name) + 0.14 * (number - (len(scores) - 1) / 2) for name in some.allocation]
             look = points(number, label=score, markersize=5)
-            with_intervals(axes, x, some["mean"], ends_of(some, "mean_low", "mean_high"), look)
+            with_intervals(axes, x, some["mean"], ends_of(some), look)
         for policy, style in (("full", (0, (6, 2))), ("random", ":")):
-            known = whole[(whole["score of"] == policy) & (whole.budget.isna() | (whole.budget == budget))]
-            if len(known):
-                axes.axhline(known["mean"].iloc[-1], color=FAINT, linestyle=style, linewidth=1, label=policy)
+            known = own[own.policy == policy]["mean"].item()
+            axes.axhline(known, color=FAINT, linestyle=style, linewidth=1, label=policy)
         axes.set_xticks(range(len(ALLOCATIONS)), ALLOCATIONS)
         axes.set_title(f"budget {budget:.0f}, n = {own.n.min():.0f} per task", loc="left")
         axes.set_xlabel("allocation of the budget to layers and heads")

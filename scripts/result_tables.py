@@ -2,8 +2,8 @@
 
 python scripts/result_tables.py results/MODEL [--runs RUNS]
 
-Writes one tidy CSV for each table, the averages over RULER's tasks, the paired differences to base policies, the
-control experiment, and the decided claims. --runs: first take up the finished runs of RUNS/TABLE/, which replace
+Writes one tidy CSV for each table, the averages over RULER's tasks, the paired differences to base policies, and the
+decided claims. --runs: first take up the finished runs of RUNS/TABLE/, which replace
 samples of the same table, policy, budget, task and example. `scripts/result_figures.py` draws the figures.
 """
 
@@ -56,7 +56,7 @@ CLAIMS: list[tuple[str, str, tuple[str, ...], list[int | None]]] = [  # table, t
 SOLVED = 0.3
 """Tasks of which the full cache solves less show nothing about a policy."""
 OFFICIAL = " (official)"
-CONTROL = {  # the control experiment: a score under four allocations of the budget
+CONTROL = {  # a score under four allocations of the budget
     "SnapKV": ("snapkv", "ada_snapkv", "p2a_snapkv", "global_snapkv"),
     "CAOTE on SnapKV": ("caote_snapkv", "ada_caote_snapkv", "p2a_caote_snapkv", "global_caote_snapkv"),
     "DefensiveKV": ("defensivekv_alloc_uniform", "defensivekv", "p2a_defensivekv", "layer_defensivekv"),
@@ -283,21 +283,19 @@ def _from_control(control: pd.DataFrame, known: set[Any], tasks: list[str]) -> I
             yield own | {"low": row.mean_low, "high": row.mean_high} | {name: row[name] for name in columns}
 
 
-# --- the control experiment ------------------------------------------------------------------------------------------
-def control(found: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
-    """Do scores or budgets decide? A row for each score and allocation, at every budget with samples of all of them.
+# --- one score under four allocations of the budget ------------------------------------------------------------------
+def allocations(found: pd.DataFrame) -> pd.DataFrame:
+    """Do scores or budgets decide? A row for each score and allocation at every budget: the mean of the tasks.
 
     vs_uniform: the difference from the uniform allocation of the same score, paired over all prompts, with Holm's
-    correction over the rows of a budget. known: an earlier table; its budgets stay as they are.
+    correction over the rows of a budget.
     """
-    tables = [known]
-    own = found[found.table == "control"]
-    for budget in sorted({*own.budget.dropna()} - {*known.budget.dropna()}):
-        some = own[(own.budget == budget) | own.budget.isna()]
+    rows = []
+    for budget in sorted(found.budget.dropna().unique()):
+        some = found[(found.budget == budget) | found.budget.isna()]
         scores = {
             policy: one.set_index(["task", "example"]).score.sort_index() for policy, one in some.groupby("policy")
         }
-        complete = {name: s for name, s in scores.items() if len({*s.index.get_level_values(0)}) == len(TASKS)}
         named = [
             (score, allocation, policy)
             for score, policies in CONTROL.items()
@@ -305,32 +303,22 @@ def control(found: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
         ] + [(name, "", name) for name in OTHERS]
         compared: dict[str, Difference] = {}
         for score, allocation, policy in named:
-            base = CONTROL[score][0] if allocation not in ("", "uniform") else policy
-            if base != policy and policy in complete and base in complete:
-                both = pd.concat([complete[base], complete[policy]], axis=1).dropna()
+            if allocation not in ("", "uniform"):
+                both = pd.concat([scores[CONTROL[score][0]], scores[policy]], axis=1).dropna()
                 compared[policy] = paired_difference(both.iloc[:, 0].tolist(), both.iloc[:, 1].tolist())
         compared = corrected(compared)
-        rows = []
         for score, allocation, policy in named:
-            if policy not in complete:
-                continue
-            groups = {task: complete[policy].loc[task].tolist() for task in sorted(TASKS)}
-            interval = stratified_interval([*groups.values()])
-            row: dict[str, Any] = {"policy": policy, "score of": score, "allocation": allocation}
-            row["budget"] = None if policy == "full" else budget
-            for task, values in groups.items():
-                ends = mean_interval(values)
-                row |= {task: sum(values) / len(values), f"{task}_low": ends.low, f"{task}_high": ends.high}
-            row |= {"mean": sum(sum(v) / len(v) for v in groups.values()) / len(groups)}
-            row |= {"mean_low": interval.low, "mean_high": interval.high, "n": min(map(len, groups.values()))}
-            row["run_id"] = some[some.policy == policy].run_id.iloc[0]
+            groups = [own.tolist() for _, own in scores[policy].groupby("task")]
+            interval, means = stratified_interval(groups), [sum(own) / len(own) for own in groups]
+            row: dict[str, Any] = {"policy": policy, "score of": score, "allocation": allocation, "budget": budget}
+            row |= {"mean": sum(means) / len(means), "low": interval.low, "high": interval.high}
+            row["n"] = min(map(len, groups))
             if policy in compared:
                 less = compared[policy]
                 row |= {"vs_uniform": less.mean, "vs_uniform_low": less.low, "vs_uniform_high": less.high}
                 row["p_holm"] = less.p
             rows.append(row)
-        tables.append(pd.DataFrame(rows, columns=known.columns))
-    return pd.concat([table for table in tables if not table.empty], ignore_index=True)
+    return pd.DataFrame(rows)
 
 
 # --- claims ----------------------------------------------------------------------------------------------------------
@@ -374,14 +362,13 @@ def _decided(claim: Claim, table: str, some: pd.DataFrame) -> Iterator[dict[str,
 def write(pack: Path, found: pd.DataFrame) -> None:
     """Write all tables of a pack."""
     claims(found).round(4).to_csv(pack / "claims.csv", index=False)
-    official = None
-    if (pack / "control.csv").exists():
-        official = control(found, pd.read_csv(pack / "control.csv"))
-        official.to_csv(pack / "control.csv", index=False, float_format="%.4g")
-    for name, some in found[found.table != "control"].groupby("table", sort=False):
+    control = pd.read_csv(pack / "control.csv") if (pack / "control.csv").exists() else None
+    for name, some in found.groupby("table", sort=False):
         summary(some).round(4).to_csv(pack / f"{name}.csv", index=False)
         if name == "ruler" and some.groupby("task").policy.nunique().gt(1).all():
-            leaderboard(some, official).round(4).to_csv(pack / "ruler_average.csv", index=False)
+            leaderboard(some, control).round(4).to_csv(pack / "ruler_average.csv", index=False)
+        if name == "allocations":
+            allocations(some).round(4).to_csv(pack / "allocations_average.csv", index=False)
     for table, file in (("needles", "differences.csv"), ("ruler", "ruler_differences.csv")):
         own = found[found.table == table]
         differences = to_base(own[~own.policy.str.contains("(", regex=False)])

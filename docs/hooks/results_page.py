@@ -121,7 +121,7 @@ def _row(pack: Mapping[str, Any], table: str, own: Mapping[str, Any], line: Mapp
     track = "quantized" if budget is None and policy != FULL else own["track"]
     command = _command(pack, table, own, model, task, policy, budget)
     run = line.get("run_id", "")
-    task += f", {own['length']:,} tokens" if "length" in own else ""  # other prompts: not ranked with those of the task
+    task += f", {own['prompts']}" if "prompts" in own else ""  # other ones: not ranked with those of the task
     return Row(track, model, own["dtype"], table, task, policy, budget, run, command, numbers)
 
 

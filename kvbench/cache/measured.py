@@ -30,7 +30,7 @@ MEASURING = (StatisticAllocator, JointAllocator, Threshold)
 """Allocators whose budgets depend on what the layers hold."""
 
 
-class Measured(NamedTuple):
+class RankedLayer(NamedTuple):
     """A layer of a prompt that was ranked: its step without queries, the tokens per KV head beyond an even share, and,
     for some allocators, the statistics of several layers and its row of them.
     """
@@ -49,7 +49,7 @@ class MeasuredBudgets(Extra):
     """
 
     def __init__(self) -> None:
-        self._measured: list[Measured] = []
+        self._measured: list[RankedLayer] = []
 
     def before_eviction(self, step: Step) -> When:
         allocator = step.policy.allocator
@@ -84,7 +84,7 @@ class MeasuredRows(StepRows):
 
     frees = False
 
-    def __init__(self, steps: Sequence[Step], known: StepCache, measured: list[Measured]) -> None:
+    def __init__(self, steps: Sequence[Step], known: StepCache, measured: list[RankedLayer]) -> None:
         super().__init__(steps, known)
         self._measured = measured
 
@@ -98,7 +98,7 @@ class MeasuredRows(StepRows):
             statistics = on_its_way(allocator.measure(self.observation, self.state))
         for row, (step, own) in enumerate(zip(self._steps, ranking.rows(), strict=True)):
             step.layer.ranking, step.layer.unsettled = own, True
-            self._measured.append(Measured(step.of_layer(step.layer), excess_of(step), statistics, row))
+            self._measured.append(RankedLayer(step.of_layer(step.layer), excess_of(step), statistics, row))
 
 
 def _attempt(steps: Sequence[Step], call: Callable[[], Result]) -> Result | None:
@@ -131,7 +131,7 @@ def _evict_unequally(step: Step, ranking: Ranking, heads: Tensor, seen: Observat
         step.layer.short = longest - total / heads.numel()
 
 
-def _share(measured: Measured) -> bool:
+def _share(measured: RankedLayer) -> bool:
     """Divide the budget among the layers measured so far: after each layer if the allocator cascades, else once.
 
     Returns whether they are still to be cut to their shares, together with those of other policies.

@@ -139,7 +139,7 @@ class RealLayer:
 
     def _projected(self, tokens: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [1,H_q,2,D] and keys [1,H_kv,2,D] that the module computes with these cos and sin."""
-        parameters, cache = signature(type(self._module).forward).parameters, _Recorder()
+        parameters, cache = signature(type(self._module).forward).parameters, _Capture()
         if "position_embeddings" not in parameters:
             raise self._error("does not receive a rotary embedding")
         given = {"hidden_states": tokens, "position_embeddings": (cos, sin), "attention_mask": None}
@@ -156,7 +156,7 @@ class RealLayer:
         )
 
 
-class _Recorder:
+class _Capture:
     """A cache that records the keys and queries of one call, and returns zeros as attention."""
 
     def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[LayerCall, LayerCall]:

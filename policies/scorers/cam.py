@@ -9,6 +9,7 @@ from kvbench.policies.checks import count_or
 from kvbench.policies.needs import Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.attention_sums import AttentionSums
+from kvbench.policies.scorers.streaming import BY_POSITION
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class CaM(AttentionSums):
     prompt at either end.
     """
 
-    needs = replace(AttentionSums.needs, by_position=True)
+    needs = replace(AttentionSums.needs, unweighable=BY_POSITION)
 
     sinks: int | Literal["half"] = "half"
 

@@ -20,6 +20,10 @@ from kvbench.policies.scorers.pooling import check_kernel, smooth
 from kvbench.policies.scorers.scorer import Scorer, group_mean
 
 COVERED = "kvec_covered"
+INFINITE = (
+    "gives the tokens that it always keeps an infinite score, which a value-aware wrapper cannot weigh: use "
+    "scorer.preserve=literal"
+)
 
 
 def _ahead(observation: Observation) -> int:
@@ -85,7 +89,7 @@ class KVec(Scorer):
     @property
     def needs(self) -> Needs:
         forces = self.preserve == "forced" and self.beta > 0
-        return Needs(window=self.extended, layer=True, kept=True, whole_prompt=True, infinite=forces)
+        return Needs(window=self.extended, layer=True, kept=True, whole_prompt=True, unweighable=INFINITE * forces)
 
     def protects(self, budget: int) -> Protected:
         return Protected(newest=self.window)

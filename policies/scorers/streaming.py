@@ -9,6 +9,8 @@ from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 
+BY_POSITION = "ranks tokens by position, so there are no scores for a value-aware wrapper"
+
 
 @dataclass(frozen=True)
 class Streaming(Scorer):
@@ -22,7 +24,7 @@ class Streaming(Scorer):
     Source: Xiao et al. 2023, arXiv 2309.17453, section 3.2.
     """
 
-    needs = Needs(by_position=True)
+    needs = Needs(unweighable=BY_POSITION)
 
     sinks: int = 4
 

@@ -27,10 +27,10 @@ def test_every_row_of_every_table_is_on_the_page_once_and_full_in_every_track_of
     for file in sorted(RESULTS.glob("*/pack.yaml")):
         pack = yaml.safe_load(file.read_text(encoding="utf-8"))
         for table in {*pack["tables"]} - {"ablation", "control"}:
-            length = pack["tables"][table].get("length")  # of prompts that other tables of the task do not have
+            prompts = pack["tables"][table].get("prompts")  # other ones than those of other tables of the task
             for line in csv.DictReader((file.parent / f"{table}.csv").read_text(encoding="utf-8").splitlines()):
                 budget = float(line["budget"]) if line["budget"] else None
-                task = line["task"] + (f", {length:,} tokens" if length else "")
+                task = line["task"] + (f", {prompts}" if prompts else "")
                 assert (pack["model"], task, line["policy"], budget) in shown
     assert {one.track for one in results_page.rows() if one.policy == "full"} == {*TRACKS}
 

@@ -43,15 +43,6 @@ def test_model_generate_equals_our_loop(rules: Rules) -> None:
     assert theirs.kept[-NEW:] == ours.kept[-NEW:]
 
 
-def test_without_a_length_the_first_call_is_the_whole_prompt() -> None:
-    model, ids = model_of("llama"), prompt(30)
-    rules = Rules("h2o", 12, half_recent=True)
-    run = run_generate(model, [ids], policy_for(rules), NEW)
-    trace = simulate(model, ids, NEW, rules)
-    assert run.of_row(0) == trace.kept
-    assert run.tokens[0] == trace.tokens
-
-
 @pytest.mark.parametrize("budget", [12, 0.4])
 def test_without_a_length_a_long_first_call_is_taken_in_in_blocks(budget: float) -> None:
     """README's example: what the command line gives, which knows the length and calls the model block by block."""

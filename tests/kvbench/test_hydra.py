@@ -197,17 +197,6 @@ def order(line: str, model: Path) -> list[str]:
     return [*flags, f"model={model}", *SMALL, *words[len(flags) :]]
 
 
-def test_a_run_that_fails_stops_no_other_and_the_exit_status_says_so(
-    tiny_model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(order("-m policy=snapkv,streamingllm budget=8,40 task.name=mine", tiny_model)) == 1
-    shown = capsys.readouterr()
-    assert "kvbench: budget=8 policy=snapkv: a budget of 8 tokens per KV head is too small for snapkv" in shown.err
-    assert shown.err.rstrip().splitlines()[-3] == "1 of 4 runs failed"
-    assert len(list(folder.glob("runs/*/metrics.json"))) == 3
-    assert shown.out.count("\nresults: runs") == 1
-
-
 def test_a_sweeper_gets_the_score_of_every_job(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[object] = []
     from hydra_plugins.kvbench.plugins import KvbenchLauncher

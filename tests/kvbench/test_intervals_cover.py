@@ -88,10 +88,3 @@ def coverage(name: str, n: int, times: int) -> float:
 @pytest.mark.parametrize(("name", "n"), [("graded", 50), ("pairs", 50), *((name, 20) for name in CASES)])
 def test_intervals_cover_roughly_19_in_20(name: str, n: int) -> None:
     assert LOW <= coverage(name, n, 250) <= HIGH  # the spread of 250 draws is 1.4%
-
-
-def test_pooling_the_sets_would_not_be_the_interval_of_their_mean() -> None:
-    rng = np.random.default_rng(0)
-    sets = [(rng.uniform(size=50) < 0.98).tolist(), (rng.uniform(size=50) < 0.02).tolist()] * 4
-    own, pooled = stratified_interval(sets), mean_interval([float(score) for one in sets for score in one])
-    assert (pooled.high - pooled.low) > 2.5 * (own.high - own.low), "the spread between sets is no uncertainty"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from plotted_runs import sample, write_run, write_sweep
+from plotted_runs import sample, write_run
 
 from kvbench.results import metrics
-from kvbench.results.loading import load_results, read_result
+from kvbench.results.loading import read_result
 from kvbench.results.summary import read_summary, write_summary
 
 
@@ -54,14 +54,3 @@ def test_a_run_with_an_infinite_setting_has_a_summary(tmp_path: Path) -> None:
     write_summary(folder, samples)
     summary = read_summary(folder)
     assert summary.run["identity"]["policy"]["tau2"] == float("inf")
-
-
-def test_a_folder_is_read_as_rows_in_order_each_with_its_baseline(tmp_path: Path) -> None:
-    write_sweep(tmp_path, [128, 64], n=10)
-    found = load_results(tmp_path)
-    assert len(found) == 25
-    assert (found[0].policy, found[0].budget, found[0].is_full) == ("full", None, True)
-    assert [row.budget for row in found[1:]] == [64] * 12 + [128] * 12
-    (streaming,) = [row for row in found if row.policy == "streamingllm" and row.budget == 64]
-    assert streaming.vs_full.mean == pytest.approx(streaming.score - 1.0)
-    assert (streaming.evicts, streaming.decode, streaming.state) == (True, "evict", "finished")

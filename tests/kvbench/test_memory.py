@@ -30,6 +30,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("zipcache", {"k": 0.5, "v": 0.7}),
     ("snapkv", {"budget": 40, "window": 8}),
     ("snapkv", {"budget": 0.3, "window": 8, "decode": "evict"}),
+    ("snapkv", {"budget": 40, "window": 8, "decode": "evict", "every": 7}),
     ("h2o", {"budget": 40}),
     ("tova", {"budget": 200}),
     ("caote_snapkv", {"budget": 33, "window": 8, "block": 16}),

@@ -79,17 +79,6 @@ def spans(one: CachedSequence, *calls: int) -> list[Span]:
     return found
 
 
-def test_without_a_length_blocks_are_cut_inside_the_first_call() -> None:
-    got = spans(sequence(block=2), 5, 1)
-    assert [(span.start, span.end) for span in got] == [(0, 2), (2, 4), (4, 5), (5, 6)]
-    assert [span.phase for span in got] == ["block", "block", "block", "decode"]
-
-
-def test_a_call_beyond_a_known_prompt_is_refused_before_anything_was_decoded() -> None:
-    with pytest.raises(ValueError, match=r"brings 5 tokens of sequence 0, but its prompt ends after token 3:.*next"):
-        sequence(length=3).begin_call(5, 5)
-
-
 def test_another_prompt_has_blocks_of_its_own() -> None:
     """Blocks of 3 count from the second prompt's first token, 7, not from the conversation's."""
     one = sequence(block=3, length=5)

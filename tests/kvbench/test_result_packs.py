@@ -48,6 +48,7 @@ CASES = [  # pack, table, task, policy, budget
     ("qwen25_coder_05b", "needles", "niah", "snapkv", 512),
     ("qwen25_coder_05b", "ruler", "ruler/vt", "snapkv", 512),
     ("qwen25_coder_05b", "ruler", "ruler/niah_multikey_3", "snapkv", 512),
+    ("qwen25_coder_05b", "allocations", "ruler/vt", "snapkv", 256),
     ("qwen25_coder_05b", "ruler_1024", "ruler/niah_multikey_3", "snapkv", 1024),
     ("qwen25_coder_05b", "ruler_4096", "ruler/niah_multikey_2", "snapkv", 0.25),
     ("qwen25_coder_05b", "ruler_context", "ruler/niah_multikey_2", "snapkv", 512),

@@ -215,3 +215,31 @@ def test_a_run_of_a_hidden_model_folder_is_not_hidden(own: Path, tiny_model: Pat
     compute(own, own / ".model", "policy=knorm")
     (folder,) = (path.parent for path in own.glob("runs/*/samples.jsonl"))
     assert folder.name.startswith("_model-knorm-40-")
+
+
+CODE = '"""A part."""\n\nX = 1  # one\n\n\ndef f(a: int) -> int:\n    """Doc."""\n    return a + X\n'
+
+
+def test_code_of_the_package_counts_whoever_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(text: str) -> str:
+        (tmp_path / "policies").mkdir(exist_ok=True)
+        (tmp_path / "policies" / "part.py").write_text(text)
+        digests._own_code.cache_clear()
+        digests._code_digest.cache_clear()
+        return digests.code_digest({})
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(digests, "__file__", str(tmp_path / "run" / "run.py"))
+    first = own(CODE)
+    assert own(CODE + "# more\n") == first
+    assert own(CODE + "Y = 2\n") != first
+    assert own(CODE) == first
+    with monkeypatch.context() as parsing:
+        parsing.setattr(digests, "_source", None)  # the digest of this code is known
+        assert own(CODE) == first
+    (stored,) = (tmp_path / "cache" / "kvbench" / "code").iterdir()
+    stored.write_text("damaged")
+    assert own(CODE) == first
+    monkeypatch.undo()
+    digests._own_code.cache_clear()
+    digests._code_digest.cache_clear()

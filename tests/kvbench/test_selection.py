@@ -5,7 +5,7 @@ from statistics import stdev
 
 import pandas as pd
 import pytest
-from plotted_runs import answered, sample, write_run
+from plotted_runs import answered, write_run
 
 from kvbench.cli import main
 from kvbench.results.loading import load_results
@@ -36,14 +36,6 @@ def test_seeds_with_prompts_of_their_own_are_one_row_over_all_prompts(seeds: Pat
     assert rows[1].score == 0.6
     assert rows[1].seed_sd == pytest.approx(stdev([0.8, 0.4]))
     assert rows[1].ends == pytest.approx((0.3866, 0.7812), abs=1e-4)  # Wilson's interval of 12 in 20
-
-
-def test_seeds_that_answer_the_same_prompts_count_each_prompt_once(tmp_path: Path) -> None:
-    for seed, scores in ((0, [1.0, 1.0, 0.0]), (1, [1.0, 0.0, 0.0])):
-        write_run(tmp_path, "tova", [sample(i, score) for i, score in enumerate(scores)], seed=seed)
-    (row,) = over_seeds(load_results(tmp_path))
-    assert (row.n, row.score) == (3, 0.5)
-    assert [one.score for one in row.outcomes] == [1.0, 0.5, 0.0]
 
 
 def test_joined_rows_are_compared_with_the_full_cache_of_all_seeds(seeds: Path, tmp_path: Path) -> None:

@@ -142,17 +142,6 @@ def test_generate_takes_turns() -> None:
 # refusals
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("slug", ["h2o", "snapkv", "sirllm", "kivi"])
-def test_several_tokens_after_decoding_are_refused_until_a_prompt_was_opened(slug: str) -> None:
-    held = KVCache(model().config, built(slug), prompt_length=50)
-    ids = torch.tensor([prompt(60)])
-    prefill(model(), ids[:, :50], held)
-    rate_next(held, torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"brings 2 tokens of sequence 0, but its prompt ends after token 50:"):
-        model()(ids[:, 50:52], past_key_values=held)
-
-
 @pytest.mark.parametrize("slug", ["snapkv_kivi_g32_r128", "cake_kivi_g32_r128"])
 def test_a_quantized_prompt_cannot_be_evicted_from_again(slug: str) -> None:
     held = KVCache(model().config, make_policy(slug, 40, decode="grow"))

@@ -29,14 +29,6 @@ def test_pooling_counts_zeros_beyond_the_candidates() -> None:
     assert indicator(kernel=5) == pytest.approx([x / 5 for x in (20.25, 21.9375, 21.9375, 18.625)])
 
 
-def test_variance_changes_the_choice() -> None:
-    mean = indicator(kernel=1, gamma=0.0)
-    assert mean == pytest.approx([0.1875, 0.25, 0.28125, 0.125])
-    assert mean.index(max(mean)) == 2
-    with_variance = indicator(kernel=1)
-    assert with_variance.index(max(with_variance)) == 1
-
-
 def test_the_window_keeps_its_own_indicator_for_value_aware_wrappers() -> None:
     got = Cake(window=2, kernel=5).score(example_a(), {})[0, 0, 4:]
     # means 1/16 1/16 and 1/16 1/8, variances 1/128 1/128 and 1/128 4/128
@@ -58,14 +50,6 @@ def test_the_newest_query_decides_the_evicted_token(kernel: int, dropped: str) -
     assert ranking.scores[0, 0, :3].tolist() == pytest.approx(pooled)
     assert "abcde"[int(ranking.victim())] == dropped
     assert ["abcde"[int(slot)] for slot in ranking.select(4)[0, 0].nonzero()] == [c for c in "abcde" if c != dropped]
-
-
-def test_pooling_follows_positions_not_slots() -> None:
-    order = [4, 0, 3, 1, 2]  # the slots' positions
-    shuffled = DECODED[..., order]
-    got = Cake(window=2, kernel=3).score(observed(shuffled, positions=order, phase="decode"), {})[0, 0]
-    inside = [got[order.index(position)].item() for position in range(3)]
-    assert inside == pytest.approx([0.4 / 3, 0.2, 0.5 / 3])
 
 
 def test_accumulating_adds_every_decoded_query() -> None:

@@ -75,8 +75,3 @@ def test_the_original_code_scores_and_keeps_the_same() -> None:
         counts_of_all = joint.allocator.heads_of_all(ranked, [[case["budget"]]] * case["layers"])
         for found, counts, kept in zip(ranked, counts_of_all, case["kept_layer"], strict=True):
             assert torch.equal(found.select(counts)[0], kept), case["name"]
-
-
-def test_the_value_part_combines_with_other_scorers_and_allocators() -> None:
-    for slug in ("critical_mass_snapkv", "ada_critical_mass_snapkv"):
-        assert make_policy(slug, 64).value == make_policy("defensivekv", 64).value

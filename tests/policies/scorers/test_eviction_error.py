@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_crafted import Crafted, drawn, windowed
+from kv_crafted import drawn, windowed
 from kv_models import Projects
 from task_data import recorded
 from torch import Tensor
@@ -13,9 +13,6 @@ from torch import Tensor
 from kvbench import make_policy
 from kvbench.policies.observation import Observation
 from kvbench.policies.scorers.eviction_error import EvictionError, shifted_mean
-from kvbench.policies.values.caote import Caote
-
-Case = dict[str, Any]
 
 
 def tensor(x: Any) -> Tensor:
@@ -48,14 +45,6 @@ def test_the_error_is_that_of_attention_without_the_token() -> None:
     torch.testing.assert_close(scorer.score(seen, {})[0], expected)
 
 
-def test_with_one_query_it_is_caote_on_its_attention() -> None:
-    queries, keys, values = (x[0] for x in drawn(12, 1, 1))
-    seen = windowed(queries[:, -1:], keys, values, 6)
-    rows = seen.window_attention(1)[:, :, :, 0]
-    expected = Caote(f_norm="sum").eviction_error(rows, values[None], None)[:, :, 0]
-    torch.testing.assert_close(EvictionError(window=1, pool="none", epsilon=0.0).score(seen, {}), expected)
-
-
 def test_the_mean_is_shifted_and_repeats_the_ends() -> None:
     x = tensor([1, 2, 4, 8])
     assert shifted_mean(x, 3, 0).tolist() == pytest.approx([4 / 3, 7 / 3, 14 / 3, 20 / 3])
@@ -70,16 +59,6 @@ def test_a_drift_to_older_tokens_shifts_the_kernel() -> None:
     assert EvictionError(window=2, scale=2.0, kernel=5, pool="adaptive").drift_reach(attention, 2) == (7, 3)
     assert EvictionError(window=2, scale=2.0, kernel=5, pool="adaptive").drift_reach(attention.flip(0), 2) == (7, -3)
     assert EvictionError(window=2, scale=8.0, kernel=5, pool="adaptive").drift_reach(attention, 2) == (5, 0)
-
-
-@pytest.mark.parametrize("policy", ["dropkv", "restkv"])
-def test_decoding_can_evict(policy: str) -> None:
-    queries, keys, values = drawn(30, 4, 2)
-    made = Crafted(make_policy(policy, 12, decode="evict", **{"scorer.window": 4}), 4, 2, prompt_length=20)
-    made.call(*(x[:, :, :20] for x in (queries, keys, values)))
-    for new in range(20, 30):
-        made.call(*(x[:, :, new : new + 1] for x in (queries, keys, values)))
-        assert all(len(head) == 12 and head[-4:] == tuple(range(new - 3, new + 1)) for head in made.kept())
 
 
 # --- the released code ----------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """LagKV: a token is judged on the scale of the next partition."""
 
-import torch
 from kv_crafted import drawn, observed
 from kvpress_kept import assert_same, presses
 
@@ -11,16 +10,6 @@ def test_of_a_prompt_shorter_than_two_partitions_the_newest_stay() -> None:
     _, keys, values = drawn(20, 1, 1)
     score = LagKV(lag=9, sinks=4).score(observed(keys, values=values), {})
     assert bool((score.diff() > 0).all())
-
-
-def test_heads_that_hold_different_tokens_are_judged_each_by_its_own() -> None:
-    _, keys, values = drawn(20, 1, 1)
-    places = torch.arange(20)[None, None]
-    held = torch.where(places < 15, places, -1)
-    short = LagKV(lag=5, sinks=0).score(observed(keys[:, :, :15], values=values[:, :, :15]), {})
-    score = LagKV(lag=5, sinks=0).score(observed(keys, values=values, positions=held, seen=20), {})
-    torch.testing.assert_close(score[..., :10], short[..., :10])
-    assert bool((score[..., 10:15] >= 1).all())
 
 
 def test_kvpress_keeps_the_same_where_no_ranks_tie() -> None:

@@ -30,15 +30,6 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, chunk: int, scaling: float) -> list
     return [[(score - mean) / deviation for score in head] for head in scores]
 
 
-def test_scores_are_sums_over_a_chunk_without_a_mask() -> None:
-    q, k, v = drawn(23, 4, 2)
-    layer = Crafted(make_policy("noncausal", 10, chunk=5), 4, 2)
-    with rankings() as seen:
-        layer.call(q, k, v, scaling=0.3)
-    for head, expected in enumerate(by_hand(q[0], k[0], v[0], 5, 0.3)):
-        assert seen[0].scores(head=head) == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
 def test_a_prompt_in_calls_that_cut_its_chunks_is_judged_as_in_one() -> None:
     q, k, v = drawn(23, 4, 2)
     layer = Crafted(make_policy("noncausal", 10, chunk=5), 4, 2, prompt_length=23)
@@ -47,18 +38,6 @@ def test_a_prompt_in_calls_that_cut_its_chunks_is_judged_as_in_one() -> None:
             layer.call(q[:, :, first:last], k[:, :, first:last], v[:, :, first:last], scaling=0.3)
     expected = by_hand(q[0], k[0], v[0], 5, 0.3)
     assert seen[-1].scores(head=1) == pytest.approx(expected[1], rel=1e-4, abs=1e-5)
-
-
-def test_a_decoded_token_starts_with_the_average_attention() -> None:
-    """With values of one length its score is that of a token with attention 1; queries are held no more."""
-    q, k, v = drawn(12, 1, 1)
-    v = v / v.norm(dim=-1, keepdim=True)
-    layer = Crafted(make_policy("noncausal", 8, chunk=4, decode="evict"), 1, 1, prompt_length=11)
-    layer.call(q[:, :, :11], k[:, :, :11], v[:, :, :11])
-    assert layer.cache.sequence.layers[0].recent.nbytes == 0
-    with rankings() as seen:
-        layer.call(q[:, :, 11:], k[:, :, 11:], v[:, :, 11:])
-    assert float(seen[0].state["attention"][0, 0, :, 0][seen[0].ranking.positions[0, 0] == 11]) == 0
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(90, 16), (96, 16), (60, 256)])

@@ -4,11 +4,9 @@ import math
 from typing import Any
 
 import pytest
-import torch
-from kv_crafted import Crafted, drawn, observed
+from kv_crafted import Crafted, drawn
 
 from kvbench import make_policy
-from kvbench.policies.scorers.rkv import RKV
 
 WINDOW, KERNEL = 3, 5
 
@@ -77,14 +75,3 @@ def test_decoding_scores_what_is_held_by_the_newest_queries(every: int) -> None:
             best = sorted(range(len(scores)), key=lambda j: -scores[j])[: 10 - WINDOW]
             held = sorted(held[j] for j in best) + held[-WINDOW:]
         assert made.kept() == [tuple(held)]
-
-
-def test_of_equal_keys_the_newest_is_no_repetition() -> None:
-    """Three equal keys and one that is orthogonal: by hand, the columns of cosines sum to 2, 1, 0 and 0."""
-    keys = torch.tensor([[[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [0.0, 1.0]]]])
-    positions = torch.tensor([[[0, 1, 2, 3]]])
-    seen = observed(keys, keys[:, :, -1:], positions)
-    got = RKV().redundancy(seen)[0, 0].tolist()
-    # Row 0 spares 2, row 1 spares 2, row 2 spares 1: columns are left with 1 + 1, 1, 0, 0.
-    powers = [math.exp(x / 4) for x in (2, 1, 0, 0)]
-    assert got == pytest.approx([x / sum(powers) for x in powers])

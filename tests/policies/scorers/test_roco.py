@@ -7,7 +7,7 @@ from kv_crafted import observed
 from kvbench.policies.observation import Observation, Phase, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.h2o import H2O
-from kvbench.policies.scorers.roco import RoCo, largest, mean_and_deviation
+from kvbench.policies.scorers.roco import RoCo, mean_and_deviation
 from kvbench.policies.scorers.scorer import Scorer
 
 # Attention drawn by five tokens: four entered together, the last three steps later.
@@ -82,19 +82,3 @@ def spared_of(tokens: int, budget: int, phase: Phase) -> set[int]:
 def test_one_decoded_token_leaves_as_many_candidates_as_easykv(budget: int, others: int) -> None:
     """Its top-k of the budget - floor(0.3 * budget) smallest deviations, of budget + 1; the newest ten are infinite."""
     assert spared_of(budget + 1, budget, "decode") == {*range(others - 10), *range(budget + 1 - 10, budget + 1)}
-
-
-@pytest.mark.parametrize("counts", [[3, 3], [0, 0], [5, 2], [9, 9]])
-@pytest.mark.parametrize("levels", [1, 3, 1000])  # few levels: many ties
-def test_the_largest_values_with_ties_to_the_lower_position(levels: int, counts: list[int]) -> None:
-    given = torch.tensor(counts)[:, None].expand(2, 3)
-    generator = torch.Generator().manual_seed(levels)
-    values = torch.randint(0, levels, (2, 3, 8), generator=generator) / levels
-    positions = torch.stack([torch.randperm(8, generator=generator) for _ in range(6)]).view(2, 3, 8)
-    positions[..., 2] = -1
-    got = largest(values, positions, given)
-    for row in range(2):
-        for head in range(3):
-            slots = [s for s in range(8) if positions[row, head, s] >= 0]
-            order = sorted(slots, key=lambda s: (-float(values[row, head, s]), int(positions[row, head, s])))
-            assert set(got[row, head].nonzero().flatten().tolist()) == set(order[: counts[row]])

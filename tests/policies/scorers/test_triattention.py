@@ -11,7 +11,7 @@ import pytest
 import torch
 from kv_crafted import observed
 from kv_models import prompt, tiny
-from kv_runs import assert_rows_alone, run_greedy
+from kv_runs import run_greedy
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 
@@ -174,24 +174,6 @@ def test_kept_tokens_follow_from_the_equation(
                     own[:] = kept_by(raw, own, stays, budget)
                 assert list(kept[layer][head]) == own, (call, layer, head)
     assert len(held[0][0]) < tokens + new - 1, "something was evicted"
-
-
-def test_sequences_of_a_batch_are_equal_alone(saved: Callable[..., str]) -> None:
-    fields = {"budget": 20, "protect": "none", "every": 4}, {"budget": 36, "every": 3}
-    policies = [make_policy("triattention", stats=saved(), horizon=HORIZON, **one) for one in fields]
-    assert_rows_alone(ready("qwen3"), policies, (31, 24), 12)
-
-
-def test_blocks_evict_by_the_tokens_seen_so_far(saved: Callable[..., str]) -> None:
-    """A prompt of one block is the whole prompt; blocks of 8 keep within the budget after every block."""
-    model, shared = ready("llama"), {"stats": saved(), "horizon": HORIZON, "protect": "none", "every": 1}
-    whole, one_block, blocks = (
-        run_greedy(model, [prompt(30)], make_policy("triattention", 12, **shared, **fields), 5).of_row(0)
-        for fields in ({}, {"schedule": "blocks", "block": 30}, {"schedule": "blocks", "block": 8})
-    )
-    assert one_block == whole
-    assert blocks != whole
-    assert all(len(head) == 12 for layer in blocks[-1] for head in layer)
 
 
 # --- calibration ---------------------------------------------------------------------------------------------------

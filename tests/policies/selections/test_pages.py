@@ -44,14 +44,6 @@ def test_protected_pages_come_first_and_ties_go_to_the_older_page() -> None:
         kept(Pages(), flat, 63)
 
 
-def test_a_page_has_the_mean_the_largest_or_the_summed_score_of_its_tokens() -> None:
-    scores = torch.tensor([[1.0, 1, 1, 4, 0, 0, 2]])  # pages of three: 1; 4/3; 2 of one token
-    choices = {"mean": [6], "max": [3, 4, 5], "sum": [3, 4, 5]}
-    for reduce, positions in choices.items():
-        pages = Pages(length=3, reduce=reduce)
-        assert kept(pages, ranked(scores), 3).tolist() == positions
-
-
 def test_layers_share_standardised_scores() -> None:
     """Layer 0 is ten times as large and would decide alone; standardised, both prefer tokens 0 and 1, then 3."""
     pages = Pages(length=1, unit="token", heads="model")

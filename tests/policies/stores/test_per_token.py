@@ -67,12 +67,6 @@ def test_scales_that_follow_the_numbers_clip_none() -> None:
         assert feed(store, keys, keys).clipped is None
 
 
-def test_the_zero_point_of_int4_is_hidden_in_its_scale() -> None:
-    keys = torch.tensor(INT4_IN).view(1, 1, 1, -1)
-    scale = feed(Int4(rotate=False), keys, keys).memory["keys scale"]
-    assert int(scale.view(torch.int32)) == 0x3E800005
-
-
 def test_e2m1_rounds_to_the_nearest_of_its_numbers_and_ties_to_the_even_code() -> None:
     numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     x = torch.linspace(0, 8, 4001)
@@ -147,17 +141,6 @@ def test_evicting_while_decoding_frees_single_tokens_and_leaves_the_codes_of_the
     cache.audit()
     assert cache.layers[0].positions.max() == 71
     assert len(known) == 2 * 2 * (40 + 12)
-
-
-def test_a_16_bit_model_reads_pytorch_float8_values() -> None:
-    model = prepare(tiny("llama", dtype=torch.bfloat16))
-    cache = KVCache(model.config, make_policy("fp8"))
-    full = KVCache(model.config, make_policy("full"))
-    with torch.inference_mode():
-        for held in (cache, full):
-            model(torch.tensor([prompt(30)]), past_key_values=held)
-    first = full.layers[0].keys.float().to(torch.float8_e4m3fn)
-    assert torch.equal(cache.layers[0].keys.float(), first.float())
 
 
 def test_stores_that_do_not_fit_a_model_are_refused() -> None:

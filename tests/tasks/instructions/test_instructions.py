@@ -11,8 +11,6 @@ from task_data import recorded
 
 from kvbench.config.compose import read
 from kvbench.config.parts import build
-from kvbench.models.spans import token_spans
-from kvbench.results.kept import kept_spans
 from kvbench.tasks.instructions.rules import LETTERS, any_character
 from kvbench.tasks.instructions.task import REFUSAL, leakage
 from kvbench.tasks.instructions.verify import check_nltk, verifier_of
@@ -103,16 +101,6 @@ def test_the_leak_probe_sends_the_attack_and_scores_the_recall(folder: Path, tok
     score, found = one.judge("at most 4 words", example)
     assert score == found["rougeL_recall"] == 0.5
     assert found["defense_leaked"] == 0
-
-
-def test_kept_shares_count_heads_and_tokens() -> None:
-    import torch
-
-    text = "ab cd ef"
-    spans = token_spans(lambda part: [ord(c) for c in part], text, [ord(c) for c in text], {"cd": ((3, 5),)})
-    assert spans == {"cd": ((3, 5),)}
-    positions = [torch.tensor([[3, 4, -1], [0, 3, 7]]), torch.tensor([[0, 1, 2], [4, 5, 6]])]
-    assert kept_spans(positions, spans) == ({"cd": 4 / 8}, {"cd": 1 / 4})
 
 
 @pytest.mark.parametrize(

@@ -62,18 +62,6 @@ def test_an_example_depends_on_the_seed_and_not_on_the_limit(
     assert next(task.examples(words, seed + 1)).prompt != everything[0].prompt
 
 
-@pytest.mark.parametrize("task", [SINGLE, MULTIKEY, UUIDS], ids=NAMES[:3])
-def test_the_requested_value_occurs_once_with_its_key(task: RulerTask, pieces: Tokenizer) -> None:
-    for example in replace(task, length=2048).examples(pieces, 3, 10):
-        kind = "uuid" if task is UUIDS else "number"
-        assert example.answer_prefix.endswith(" mentioned in the provided text is")
-        key = example.answer_prefix.split(" for ")[1].split(" mentioned")[0]
-        assert f"What is the special magic {kind} for {key} mentioned" in example.prompt
-        told = re.findall(rf"One of the special magic {kind}s for {re.escape(key)} is: (\S+)\.", example.prompt)
-        assert tuple(told) == example.references
-        assert example.prompt.count(example.references[0]) == 1
-
-
 def test_following_the_assignments_leads_to_the_references(words: Tokenizer) -> None:
     for example in replace(VT, length=1024).examples(words, 7, 10):
         worked, asked = example.prompt.split("\nMemorize and track")

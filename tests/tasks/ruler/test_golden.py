@@ -1,4 +1,4 @@
-"""Our prompts and scores beside those of the official code, which were recorded outside this repository."""
+"""Our prompts beside those of the official code, which were recorded outside this repository."""
 
 import ast
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from task_data import GOLDEN, recorded
 
-from kvbench.tasks.ruler.base import RulerTask, clean_up
+from kvbench.tasks.ruler.base import RulerTask
 from kvbench.tasks.ruler.common_words import CommonWords
 from kvbench.tasks.ruler.frequent_words import FrequentWords
 from kvbench.tasks.ruler.niah import RulerNiah
@@ -21,7 +21,6 @@ from kvbench.tasks.ruler.package import INSTALL, packaged
 from kvbench.tasks.ruler.question_answering import QuestionAnswering
 from kvbench.tasks.ruler.templates import DOCUMENT, template
 from kvbench.tasks.ruler.variable_tracking import VariableTracking
-from kvbench.tasks.scores import contains, contains_any
 from kvbench.tasks.task import Tokenizer
 
 
@@ -102,19 +101,6 @@ def test_ten_prompts_of_the_real_texts_are_the_official_ones(name: str, words: T
         pytest.skip(f"{name} needs wonderwords==3.0.1, found {wonderwords()}")
     found = [example.prompt + example.answer_prefix for example in task.examples(words, seed=42, limit=10)]
     assert [hashlib.sha256(prompt.encode()).hexdigest()[:16] for prompt in found] == HASHES[name]
-
-
-def test_official_scores_come_out_to_1e_6() -> None:
-    metrics = {"string_match_all": contains, "string_match_part": contains_any}
-    cases = recorded("ruler_scores.jsonl")
-    assert len(cases) == 91
-    for case in cases:
-        outputs = [clean_up(prediction) for prediction in case["predictions"]]
-        assert outputs == case["postprocessed"], case["id"]
-        match = metrics[case["metric"]]
-        scores = [match(output, tuple(wanted)) for output, wanted in zip(outputs, case["references"], strict=True)]
-        # The official task score is the mean in percent, rounded to two decimals.
-        assert round(100 * sum(scores) / len(scores), 2) == pytest.approx(case["score"], abs=1e-6), case["id"]
 
 
 def constants(module: str) -> dict[str, Any]:
