@@ -9,7 +9,7 @@ Shapes: B batch, H_q query heads, w queries of a window, T slots, D head dim.
 
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 from torch import Tensor
@@ -57,11 +57,16 @@ def check_latents(policy: Policy) -> None:
             )
 
 
-def expanded(held: LayerStore, latents: Latents, known: StepCache) -> SlotStore:
-    """Keys and values of all heads, from the latents of a store. known: has them, if they were expanded before."""
+def of_all_heads(stored: Callable[[str], Tensor], latents: Latents, known: StepCache) -> tuple[Tensor, Tensor]:
+    """Keys and values of all heads. stored: what is stored as keys or values. known: has them once made."""
     if "expanded keys" not in known:
-        known["expanded keys"], known["expanded values"] = latents.expand(held.keys, held.values)
-    keys, values = known["expanded keys"], known["expanded values"]
+        known["expanded keys"], known["expanded values"] = latents.expand(stored("keys"), stored("values"))
+    return known["expanded keys"], known["expanded values"]
+
+
+def expanded(held: LayerStore, latents: Latents, known: StepCache) -> SlotStore:
+    """The latents of a store as keys and values of all heads; known: see `of_all_heads`."""
+    keys, values = of_all_heads(partial(getattr, held), latents, known)
     positions = held.positions.expand(-1, keys.shape[1], -1).contiguous()
     contents = {"keys": keys, "values": values, "positions": positions}
     return SlotStore.of(contents, (), held.slots.ascending, held.slots.packed)

@@ -17,8 +17,8 @@ from kvbench.cache.rows import LazyLatents, LazyObservation, Rows, evict
 from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import keeps_window
 from kvbench.policies.constants import on_device
+from kvbench.policies.latents import of_all_heads
 from kvbench.policies.mergers.merger import OneEviction
-from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import (
     AttentionParams,
     Memory,
@@ -241,8 +241,12 @@ class GroupRows(Rows):
         group, count, needs = self._group, len(layers), self.policy.needs
         places, kinds, slots = group.lengths["next"][0].repeat(count, 1), group.kinds, self.slots
         latents, known = how.latents, slots.known if how.latents is None else StepCache()
+
+        def stored(name: str) -> Tensor:
+            return slots.vectors(name).whole()
+
         return (LazyObservation if latents is None else LazyLatents)(
-            lambda name: slots.vectors(name).whole() if latents is None else _expanded(name, slots, latents, known),
+            stored if latents is None else lambda name: of_all_heads(stored, latents, known)[name == "values"],
             **({"layer": self.layer} if count == 1 else {}),
             queries=queries.flatten(0, 1),
             query_positions=places,
@@ -266,14 +270,6 @@ class GroupRows(Rows):
         """The numbers of the sequences that the policy reads, for rows of some layers."""
         each = zip(self.policy.needs.reads, *(kind.numbers for kind in self._group.kinds), strict=True)
         return {name: tuple(numbers) * layers for name, *numbers in each}
-
-
-def _expanded(name: str, slots: GroupSlots, latents: Latents, known: StepCache) -> Tensor:
-    """Keys or values of all heads, which the model expands once."""
-    if "expanded keys" not in known:
-        both = latents.expand(slots.vectors("keys").whole(), slots.vectors("values").whole())
-        known["expanded keys"], known["expanded values"] = both
-    return known[f"expanded {name}"]
 
 
 def numbers_of_a_slot(policy: Policy, query_heads: int, heads: int, dim: int) -> int:
