@@ -271,7 +271,9 @@ def rows_are_alone(model: PreTrainedModel, ids: Tensor) -> None:
     for length in (PROMPT, PROMPT - 7):
         request = Request(script_of(ids[:, :length]), 4)
         if flight.can_admit(request):  # models with length-dependent RoPE cannot batch some prompts
-            rows += flight.admit(request, [make_policy(slug, BUDGET, **TRIED[slug][0]) for slug in ("snapkv", "h2o")])
+            rows += flight.admit(
+                [request], [make_policy(slug, BUDGET, **TRIED[slug][0]) for slug in ("snapkv", "h2o")]
+            )[0]
     while flight.in_flight:
         flight.step()
     for row in rows:

@@ -17,6 +17,7 @@ from kvbench.cache.cache import BudgetError
 from kvbench.cache.footprint import fed
 from kvbench.cache.layer import Layer
 from kvbench.cache.views import nbytes_read, tokens_read
+from kvbench.engine.divergence import divergence_of
 from kvbench.engine.generate import HeldCache, generate
 from kvbench.engine.prompts import blank
 from kvbench.engine.scores import Scores, summary
@@ -33,7 +34,7 @@ from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.stores.token_codes import TokenCodeLayer
 from kvbench.results.kept import KeptHeads, kept_heads, kept_spans
 from kvbench.results.repetition import repetition
-from kvbench.results.samples import Divergence, Sample
+from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling
 from kvbench.tasks.evidence import HIDDEN
@@ -116,13 +117,13 @@ def answered(
     tokens: Sequence[int],
     cache: HeldCache,
     decode_steps: int,
-    compared: Callable[[str], Divergence] | None = None,
+    compared: Sequence[Sequence[float]] | None = None,
     kept: Mapping[str, Any] | None = None,
 ) -> Sample:
     """The sample of an example with a generated answer, without the fields about the batch in which it was computed.
 
-    kept: further fields, such as those of `kept_at_start`. compared: makes the divergence of an answer that was fed to
-    the policy; it has no score.
+    kept: further fields, such as those of `kept_at_start`. compared: the divergence of every token of an answer that
+    was fed to the policy; it has no score.
     """
     generated = list(tokens[len(prompt.dictated) :])
     ending = _ending(run, prompt)
@@ -131,7 +132,7 @@ def answered(
     text = ending.text(generated)
     return replace(
         blank(prompt),
-        **(scored(run, text, prompt) if compared is None else {"divergence": compared(text)}),
+        **(scored(run, text, prompt) if compared is None else {"divergence": divergence_of(text, compared)}),
         repetition=repetition(generated) if compared is None else None,
         **_cache_fields(run, cache, processed, decode_steps),
         generated_tokens=len(generated),

@@ -3,17 +3,15 @@
 Shapes: B batch, M given tokens, n of a call, V vocabulary.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.families import layout_of
 from kvbench.engine.logits import all_logits
 from kvbench.engine.pre_pass import rate_next
-from kvbench.policies.policy import Policy
 
 GIVEN_TOKENS = 512  # given tokens of one call: more is hardly faster and hides the progress
 
@@ -34,18 +32,3 @@ def append_given(
         out = all_logits(model, part, positions, cache, keep)
         place, logits = place + part.shape[1], out[:, -1]
         yield out
-
-
-def given_size(model: PreTrainedModel, policies: Iterable[Policy], end: int) -> int:
-    """Given tokens of one call; `end`: the position after the last.
-
-    One if each token must be rated before it is appended, if a store compresses between two tokens, if the model would
-    rotate all of a call by the length of the last token, or if it would reset its recurrent layers.
-    """
-    single = any(map(given_singly, policies))
-    return 1 if single or layout_of(model.config).needs_one_call(end) else GIVEN_TOKENS
-
-
-def given_singly(policy: Policy) -> bool:
-    """Whether given tokens must come one by one: each is rated first, or a store compresses between two."""
-    return policy.rates or not policy.store.exact

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
@@ -140,22 +140,21 @@ class Scheduler:
                 continue
             if not self._batch.can_admit(self._request(first)) or not self._may_start(first, len(runs)):
                 return
-            some = [first, *self._questions(first, runs)]
-            groups = [some] if len(some) > 1 else [some, *([one] for one in self._beside(first, runs))]
-            prompts = [one.prompt for group in groups for one in group]
+            items = self._questions(first, runs)
+            if len(items) == 1:
+                items += self._beside(first, runs)
             in_flight = [(flight.run, flight.prompt) for flight in self._in_flight.values()]
-            count = self._planner.fits(prompts, runs, in_flight, self._batch.nbytes)
+            count = self._planner.fits([one.prompt for one in items], runs, in_flight, self._batch.nbytes)
             if not count:
                 return
             if count < len(runs):
                 self._waiting[0] = replace(first, runs=runs[count:])
-                self._admit([[first]], runs[:count])
+                self._admit([first], runs[:count])
                 continue
-            count //= len(runs)
-            groups = groups[:count] if len(groups) > 1 else [some[:count]]
-            for _ in chain(*groups):
+            items = items[: count // len(runs)]
+            for _ in items:
                 self._waiting.popleft()
-            self._admit(groups, runs)
+            self._admit(items, runs)
 
     def _may_start(self, item: WorkItem, count: int, before: Sequence[WorkItem] = ()) -> bool:
         """Whether an example may start for `count` runs; the rest of the oldest one in flight always may.
@@ -176,20 +175,22 @@ class Scheduler:
         found: list[WorkItem] = []
         model = self._loaded.model
         for one in islice(self._waiting, 1, None) if _blocks_join(model, first) else ():
-            joins = one.live == runs and _blocks_join(model, one) and self._batch.can_admit(self._request(one))
+            joins = one.live == runs and _blocks_join(model, one)
+            joins = joins and self._batch.can_admit(*map(self._request, (first, *found, one)))
             if not (joins and self._may_start(one, len(runs), [first, *found])):
                 break
             found.append(one)
         return found
 
     def _questions(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
-        """The next questions for the same runs that can share the prefill of the first one's context."""
-        context = first.prompt.context_hash
-        if context is None or first.prompt.turns:
-            return []
-        following = islice(self._waiting, 1, None)
-        found = takewhile(lambda one: one.prompt.context_hash == context and one.live == runs, following)
-        return list(takewhile(lambda one: self._batch.shares_prompt(self._request(first), self._request(one)), found))
+        """The first question, and the next ones for the same runs that can share the prefill of its context."""
+        context, found = first.prompt.context_hash, [first]
+        for one in islice(self._waiting, 1, None) if context is not None and not first.prompt.turns else ():
+            shares = one.prompt.context_hash == context and one.live == runs
+            if not shares or not self._batch.can_admit(*map(self._request, (*found, one))):
+                break
+            found.append(one)
+        return found
 
     def _request(self, item: WorkItem) -> Request:
         if item.request is None:
@@ -209,43 +210,42 @@ class Scheduler:
         self._deliver(run, item.prompt, lambda: computed_whole(run.run, self._loaded, item.prompt, report))
         report(units(item.prompt))
 
-    def _admit(self, groups: Sequence[Sequence[WorkItem]], runs: Sequence[RunWriter]) -> None:
-        """Prefill prompts, or a context and some questions about it, for some runs. groups: items of equal prompts."""
-        first, run, model, before = groups[0][0], runs[0].run, self._loaded.model, self._batch.nbytes
-        some = list(chain(*groups))
-        count, tokens = len(some) * len(runs), sum(len(group[0].prompt.ids) for group in groups)
-        requests = [list(map(self._request, group)) for group in groups]
+    def _admit(self, items: Sequence[WorkItem], runs: Sequence[RunWriter]) -> None:
+        """Prefill prompts, or a context and some questions about it, for some runs."""
+        first, run, model, before = items[0], runs[0].run, self._loaded.model, self._batch.nbytes
+        prefilled = items if first.prompt.context_hash is None else [first]
+        count, tokens = len(items) * len(runs), sum(len(one.prompt.ids) for one in prefilled)
+        requests = list(map(self._request, items))
         played = [self._history(first, run) for run in runs]
         if first.prompt.own and len(first.prompt.turns) > 1 and None in played:  # runs with own answers are alone
             error = HistoryError("the answer of an earlier turn failed, so this turn has no history")
             self._deliver(runs[0], first.prompt, partial(_raise, error))
             return
         if first.prompt.turns and not first.prompt.own and self._continues(first, runs):
-            requests = [[replace(requests[0][0], next_turn="golden")]]
+            requests = [replace(requests[0], next_turn="golden")]
         reset_peak(run.device)
         allocated, began, start = peak(run.device), now(model), time.monotonic()
-        starts = [self._starts.setdefault(one.index, start) for one in some]
+        starts = [self._starts.setdefault(one.index, start) for one in items]
         try:
             policies = [policy_for(run.run.policy, first.prompt) for run in runs]
             reference = full_cache() if run.task.divergence else None
             before_it = [] if reference is None else [self._history(first, None)]
-            admitted = self._batch.admit_prompts(requests, policies, [*before_it, *played], reference)
+            admitted = self._batch.admit(requests, policies, [*before_it, *played], reference)
         except Exception as error:
-            self._fail(error, [(run, one.prompt) for one in some for run in runs])
+            self._fail(error, [(run, one.prompt) for one in items for run in runs])
             return
         seconds = now(model) - began
         self._totals.prefilled(tokens, count, seconds)
-        self._pace.prefilled(tokens, len(groups[0]) * len(runs), seconds)
+        self._pace.prefilled(tokens, count // len(prefilled), seconds)
         if allocated is not None:
             taken = (peak(run.device) or 0) - allocated
             self._planner.measured(first.prompt, run, taken - (self._batch.nbytes - before))
-        for one, own, start in zip(some, chain(*admitted), starts, strict=True):
+        for one, own, start in zip(items, admitted, starts, strict=True):
             for sequence, writer, history in zip(own, runs, played, strict=True):
                 known = one.prompt.known if one is first else 0
                 recomputed = known if history is None else history.recomputed
                 self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed, start)
-                reader = None if sequence.comparison is None else sequence.comparison.reference
-                for key, kept in ((writer, sequence), (None, reader)):
+                for key, kept in ((writer, sequence), (None, sequence.reference)):
                     if kept is not None and kept.played is not None and kept.error is None:
                         self._played[one.conversation, key, one.prompt.sample] = kept.played
         in_flight = self._batch.in_flight
@@ -379,7 +379,7 @@ def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
     assert sequence.cache is not None
     run, prompt, seconds = flight.run.run, flight.prompt, flight.decode_seconds
     if sequence.scores is None:
-        compared = None if sequence.comparison is None else partial(sequence.comparison.result, sequence)
+        compared = None if sequence.reference is None else sequence.divergences
         sample = answered(run, prompt, sequence.tokens, sequence.cache, sequence.decode_steps, compared, flight.kept)
     else:
         sample, seconds = likelihood_of(run, prompt, sequence.policy, sequence.scores), sequence.scores.seconds
@@ -389,7 +389,7 @@ def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
         shared_prefill=sequence.sharing,
         rows_in_flight=flight.most_in_flight,
     )
-    if not flight.alone or sequence.comparison is not None:  # with the full cache beside it
+    if not flight.alone or sequence.reference is not None:  # with the full cache beside it
         return sample
     return replace(
         sample,

@@ -55,7 +55,7 @@ def continuation_scores(
         )
     script = script_of(prompt, scored=continuation)
     sequence = LiveSequence(Request(script, continuation.shape[1], encoder=encoder), policy)
-    prefill_prompts(model, [[[sequence]]])
+    prefill_prompts(model, [[sequence]])
     if sequence.error is not None:
         raise sequence.error
     assert sequence.scores is not None

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 import kvbench
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.divergence import full_cache, token_divergence
+from kvbench.engine.divergence import divergence_of, full_cache, token_divergence
 from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.errors import ConfigError
 from kvbench.results.samples import Divergence
@@ -68,7 +68,7 @@ def step_logits(model: PreTrainedModel, answer: list[int], kept: list[int]) -> T
 
 def compared(model: PreTrainedModel, request: Request, *policies: kvbench.Policy) -> list[LiveSequence]:
     batch = DecodeBatch(model)
-    sequences = batch.admit_questions([request], policies, reference=full_cache())[0]
+    sequences = batch.admit([request], policies, reference=full_cache())[0]
     while batch.in_flight:
         batch.step()
     assert not batch.sequences
@@ -76,8 +76,8 @@ def compared(model: PreTrainedModel, request: Request, *policies: kvbench.Policy
 
 
 def result(sequence: LiveSequence) -> Divergence:
-    assert sequence.comparison is not None
-    return sequence.comparison.result(sequence, "")
+    assert sequence.reference is not None
+    return divergence_of("", sequence.divergences)
 
 
 @pytest.mark.parametrize("given", [(), tuple(prompt(60)[50:])])

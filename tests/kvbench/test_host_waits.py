@@ -114,7 +114,7 @@ def test_no_step_at_the_budget_waits_alone_or_in_a_batch(slug: str, monkeypatch:
     flight = DecodeBatch(model)
     for seed in range(2):
         ids = prompt(LENGTH + seed, seed)
-        flight.admit(Request(script_of(ids), SETTLED + 5, question=LENGTH - 6, encoder=CodePoints()), [policy])
+        flight.admit([Request(script_of(ids), SETTLED + 5, question=LENGTH - 6, encoder=CodePoints())], [policy])[0]
     for _ in range(SETTLED + 1):
         flight.step()
 

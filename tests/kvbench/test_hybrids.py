@@ -210,6 +210,6 @@ def test_pre_passes_that_such_a_family_cannot_follow_are_refused_in_a_sentence()
         Request(script_of(torch.tensor([prompt(sum(turns))]), turns=turns), NEW) for turns in ((37,), (37, 9))
     )
     policies = [make_policy("sirllm", BUDGET)]
-    (answered,), (failed,) = (DecodeBatch(model("jamba")).admit(request, policies) for request in (first, both))
+    (answered,), (failed,) = (DecodeBatch(model("jamba")).admit([request], policies)[0] for request in (first, both))
     assert answered.error is None
     assert str(failed.error).startswith(f"sirllm {needs} such call: use another")

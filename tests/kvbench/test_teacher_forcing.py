@@ -122,7 +122,7 @@ def test_policies_that_score_one_continuation_together_score_it_as_each_alone() 
     ]
     request = Request(script_of(PROMPT, scored=CONTINUATION), CONTINUATION.shape[1])
     together = [LiveSequence(request, policy) for policy in policies]
-    prefill_prompts(model(), [[together]])
+    prefill_prompts(model(), [together])
     assert [one.sharing for one in together] == [len(policies)] * len(policies)
     for one in together:
         assert one.complete

@@ -71,7 +71,7 @@ def together(model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], ne
     """Runs all variants as one batch after one prefill. Raises the error of a variant that fails."""
     with borrowed(model):
         batch, start = DecodeBatch(model, records_steps(model.device)), seconds(model.device)
-        sequences = batch.admit(Request(script_of(ids), new_tokens, min_new_tokens=new_tokens), policies)
+        sequences = batch.admit([Request(script_of(ids), new_tokens, min_new_tokens=new_tokens)], policies)[0]
         prefilled = seconds(model.device)
         while batch.in_flight:
             batch.step()
