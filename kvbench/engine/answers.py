@@ -11,7 +11,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvbench.cache.cache import BudgetError
 from kvbench.cache.footprint import fed
@@ -32,7 +31,7 @@ from kvbench.models.tokens import Encoder
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.stores.token_codes import TokenCodeLayer
-from kvbench.results.kept import KeptHeads, kept_heads, kept_spans
+from kvbench.results.kept import kept_heads, kept_spans
 from kvbench.results.repetition import repetition
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
@@ -138,8 +137,7 @@ def answered(
         generated_tokens=len(generated),
         finish_reason="stop" if stopped else "length",
         decode_steps=decode_steps,
-        kept_heads=_kept_heads(run, prompt, cache),
-        kept_spans=_kept_spans(run, prompt, cache),
+        **_kept_fields(run, prompt, cache),
         **(kept or {}),
     )
 
@@ -222,31 +220,21 @@ def _holds_positions(cache: HeldCache) -> bool:
     return any(store.sizes().kinds.get("positions") for store in stores)
 
 
-def _kept_heads(run: Run, prompt: Prompt, cache: HeldCache) -> KeptHeads | None:
-    """How many heads keep each token of the prompt, for the first examples; reports colour the prompt by it.
+def _kept_fields(run: Run, prompt: Prompt, cache: HeldCache) -> dict[str, Any]:
+    """The tokens of a prompt that are held at the end.
 
-    None if it is unknown: a cache of another package has no positions, and a policy that selects the prompt's tokens
-    counts positions among those it selected.
+    kept_heads: how many heads keep each, for the first examples; reports colour the prompt by it. kept_spans: the share
+    of each named part, mean over layers and heads. Both are unknown if a policy selects the prompt's tokens, because it
+    counts positions among those it selected, and for a cache of another package, which has no positions.
     """
-    if (
-        prompt.example.index >= WITH_KEPT_HEADS
-        or not run.policy.evicts
-        or isinstance(run.policy.pre_pass, PromptChoice)
-    ):
-        return None
-    return kept_heads(_positions(cache), len(prompt.ids))
-
-
-def _kept_spans(run: Run, prompt: Prompt, cache: HeldCache) -> dict[str, float] | None:
-    """The share of the tokens of each named part of the prompt that is held at the end, mean over layers and heads."""
-    if not prompt.spans or not cache.sequences or isinstance(run.policy.pre_pass, PromptChoice):
-        return None
-    return kept_spans(_positions(cache), prompt.spans)[0]
-
-
-def _positions(cache: HeldCache) -> list[Tensor]:
-    """[H_kv,C] for every layer of the only sequence: the position in each slot, -1 if it is empty."""
-    return [layer.positions[0] for sequence in cache.sequences for layer in sequence.layers]
+    heads = prompt.example.index < WITH_KEPT_HEADS and run.policy.evicts
+    if isinstance(run.policy.pre_pass, PromptChoice) or not (heads or prompt.spans):
+        return {}
+    positions = [layer.positions[0] for sequence in cache.sequences for layer in sequence.layers]
+    return {
+        "kept_heads": kept_heads(positions, len(prompt.ids)) if heads else None,
+        "kept_spans": kept_spans(positions, prompt.spans)[0] if prompt.spans and positions else None,
+    }
 
 
 def kept_at_start(run: Run, prompt: Prompt, sequence: LiveSequence) -> dict[str, Any]:
@@ -269,7 +257,7 @@ def rounded(seconds: float | None) -> float | None:
 
 # --- examples that are computed as a whole: pairs, scored texts, and policies with a cache of their own --------------
 def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
-    """The sample of an example that cannot be part of a batch. report: called with the number of tokens scored so far.
+    """The sample of an example that cannot be part of a batch. report: called with the number of tokens just scored.
 
     Raises the error of the example.
     """
@@ -320,7 +308,7 @@ def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
 def _score_text(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example whose tokens are all scored."""
     policy = policy_for(run.policy.for_example(run.seed, prompt.draw), prompt)
-    scores = text_scores(loaded.model, prompt.ids[None].to(run.device, torch.long), policy, report=report)
+    scores = text_scores(loaded.model, prompt.ids[None].to(run.device, torch.long), policy, report)
     return replace(likelihood_of(run, prompt, policy, scores), prefill_seconds=rounded(scores.seconds))
 
 
@@ -330,5 +318,5 @@ def likelihood_of(run: Run, prompt: Prompt, policy: Policy, scores: Scores) -> S
     if prompt.continuation is not None:
         first, processed = prompt.length, prompt.tokens - 1  # the last token is not appended
         block = (policy.schedule.spare or None) if policy.evicts else None
-    likelihood = summary(scores.nll, first, block, scores.cache.most_kept)
+    likelihood = summary(scores.nll, first, block, scores.most_kept.by_layer)
     return replace(blank(prompt), **_cache_fields(run, scores.cache, processed), likelihood=likelihood)

@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import KVCache
 from kvbench.cache.copies import fork, together
 from kvbench.cache.families import layout_of, reset_rotation
-from kvbench.engine.given import GIVEN_TOKENS, append_given
-from kvbench.engine.logits import next_logits
+from kvbench.engine.logits import GIVEN_TOKENS, append_given, next_logits
 from kvbench.engine.pre_pass import open_cache, pre_pass
 from kvbench.engine.recorder import CALL_TOKENS, Recorder
-from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
+from kvbench.engine.scores import MostKept, Scores, fitting, joined, score
 from kvbench.engine.sequence import LiveSequence, Played, choose_next
 from kvbench.models.devices import now
 from kvbench.policies.policy import Policy
@@ -227,8 +226,7 @@ def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
         try:
             if asks:
                 check_context(sequence.policy)
-            kind = WatchedCache if request.asks("scored") else KVCache
-            ids, sequence.cache = open_cache(model, request.prompt, sequence.policy, kind, request.question)
+            ids, sequence.cache = open_cache(model, request.prompt, sequence.policy, request.question)
             held = sequence.cache.sequence
             held.watchers = copy.deepcopy([*request.watch])
             held.isolated, held.takes_several = True, held.takes_several or asks
@@ -302,26 +300,23 @@ def _append_question(model: PreTrainedModel, sequences: Sequences, question: Ten
 
 def _score(model: PreTrainedModel, sequences: Sequences, target: Tensor, logits: Tensor) -> None:
     """Score the tokens [1,M] after a prompt under each sequence; logits [1 or S,V] before the first of them."""
-    began, fed = now(model), target[:, :-1]
+    began, fed, caches = now(model), target[:, :-1], [one.cache for one in sequences if one.cache is not None]
     logits = logits.expand(len(sequences), -1)
     scored = [[score(row, target[0, :1])] for row in logits.split(1)]
-    done = [1] * len(sequences)
-    for sequence in sequences:
-        assert isinstance(sequence.cache, WatchedCache)
-        sequence.cache.expect(fed.shape[1])
-        sequence.cache.watch()
+    for cache in caches:
+        cache.expect(fed.shape[1])
+    most = list(map(MostKept, caches))
     report = sequences[0].request.report or (lambda tokens: None)
     report(len(sequences) * sequences[0].request.length)
     for some, out in _append_to_all(model, sequences, fed, logits, fitting(model)) if fed.shape[1] else ():
         report(out.shape[0] * out.shape[1])
         for index, rows in zip(some, out, strict=True):
-            scored[index].append(score(rows, target[0, done[index] : done[index] + len(rows)]))
-            done[index] += len(rows)
+            done = sum(len(logprobs) for logprobs, _ in scored[index])
+            scored[index].append(score(rows, target[0, done : done + len(rows)]))
     seconds = now(model) - began
-    for sequence, parts in zip(sequences, scored, strict=True):
-        assert isinstance(sequence.cache, WatchedCache)
+    for sequence, cache, kept, parts in zip(sequences, caches, most, scored, strict=True):
         try:
-            sequence.scores, sequence.complete = Scores(*joined(parts), sequence.cache, seconds), True
+            sequence.scores, sequence.complete = Scores(*joined(parts), cache, kept, seconds), True
         except FloatingPointError as error:
             sequence.error = error
 

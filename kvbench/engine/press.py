@@ -7,7 +7,7 @@ import copy
 import importlib
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache as once
 from statistics import fmean
 from typing import Any
@@ -98,12 +98,17 @@ def generate(model: PreTrainedModel, request: Request, policy: KVPress) -> Gener
         press = press_for(policy, prompt.shape[1])
     active = decodes(press)
     with attention(model, policy.attention), _restored(model):
-        with _press_errors(policy), _compressing_prompt(press, model), _recording_peak(model, cache, press):
+        with (
+            _press_errors(policy),
+            nullcontext() if _is(press, "DecodingPress") else press(model),  # it compresses only decoded tokens
+            _recording_peak(model, cache, press),
+        ):
             logits = _append(model, sequence, prompt, cache)
         sequence.position = cache.get_seq_length() if _rerotates(press) else prompt.shape[1]
         cache.note_bytes()
-        if not active:
-            _warn_if_masked(policy, cache, prompt.shape[1])
+        kept = float(torch.cat(cache.kept_by_layer(), dim=1).float().mean())
+        if not active and policy.budget is not None and kept > max(_budget(policy, prompt.shape[1]), 1) + 1:
+            _warn(policy.kind)
         with _press_errors(policy), ExitStack() as contexts:
             if active:
                 contexts.enter_context(press(model))
@@ -220,12 +225,6 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
 
 
-def _compressing_prompt(press: Any, model: PreTrainedModel) -> AbstractContextManager[object]:  # noqa: ANN401
-    """The press during the prefill, unless it compresses only decoded tokens."""
-    found: AbstractContextManager[object] = nullcontext() if _is(press, "DecodingPress") else press(model)
-    return found
-
-
 def _question_calls(later: Tensor, cache: PressedCache, decodes: bool) -> Sequence[Tensor]:
     """The tokens after the context, [1,M], in calls of the model.
 
@@ -283,15 +282,9 @@ def _is(press: object, *names: str) -> bool:
     return isinstance(press, tuple(getattr(presses, name) for name in names if hasattr(presses, name)))
 
 
-def _warn_if_masked(policy: KVPress, cache: PressedCache, tokens: int) -> None:
-    """Log once that a press holds more than its budget."""
-    kept = float(torch.cat(cache.kept_by_layer(), dim=1).float().mean())
-    if policy.budget is not None and kept > max(_budget(policy, tokens), 1) + 1:
-        _warn(policy.kind)
-
-
 @once
 def _warn(kind: str) -> None:
+    """Log once that a press holds more than its budget."""
     log.warning(
         "%s holds more tokens than its budget: what it masks or sets to zero is not freed and counts as held", kind
     )

@@ -216,11 +216,6 @@ class WorkItem:
         return self.index // self.runs[0].run.samples - max(0, len(self.prompt.turns) - 1)
 
     @property
-    def missing(self) -> list[RunWriter]:
-        """The runs for which its sample is still to be computed."""
-        return [run for run in self.runs if not run.ended and not run.has(self.index)]
-
-    @property
     def live(self) -> list[RunWriter]:
         """The runs for which it is to be computed now."""
         return [run for run in self.runs if not (run.ended or run.run_alone)]

@@ -30,14 +30,13 @@ from kvbench.engine.answers import (
     likelihood_of,
     request_for,
     rounded,
-    units,
 )
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.divergence import full_cache
 from kvbench.engine.memory import MemoryPlanner
 from kvbench.engine.pace import Pace, Work
 from kvbench.engine.prefill import blocks_join
-from kvbench.engine.prompts import in_batch
+from kvbench.engine.prompts import in_batch, is_generated
 from kvbench.engine.run_writer import RunWriter, WorkItem, one_by_one
 from kvbench.engine.sequence import LiveSequence, Played, Request
 from kvbench.engine.teacher_forcing import policy_for
@@ -136,13 +135,13 @@ class Scheduler:
                 self._waiting.popleft()
                 continue
             if not in_batch(runs[0].run, first.prompt):
-                self._compute_whole(self._waiting.popleft(), runs[0])
+                self._waiting.popleft()  # alone: the limit of its group of runs is 1
+                whole = partial(computed_whole, runs[0].run, self._loaded, first.prompt, self._advance)
+                self._deliver(runs[0], first.prompt, whole)
                 continue
             if not self._batch.can_admit(self._request(first)) or not self._may_start(first, len(runs)):
                 return
-            items = self._questions(first, runs)
-            if len(items) == 1:
-                items += self._beside(first, runs)
+            items = self._entering(first, runs)
             in_flight = [(flight.run, flight.prompt) for flight in self._in_flight.values()]
             count = self._planner.fits([one.prompt for one in items], runs, in_flight, self._batch.nbytes)
             if not count:
@@ -170,24 +169,17 @@ class Scheduler:
         new = Work(0.0, tokens, steps, steps)
         return self._pace.may_start(started, new, self._batch.in_flight + len(before) * count, count)
 
-    def _beside(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
-        """The next examples for the same runs whose blocks can be rows of the calls with those of the first one."""
-        found: list[WorkItem] = []
-        model = self._loaded.model
-        for one in islice(self._waiting, 1, None) if _blocks_join(model, first) else ():
-            joins = one.live == runs and _blocks_join(model, one)
-            joins = joins and self._batch.can_admit(*map(self._request, (first, *found, one)))
-            if not (joins and self._may_start(one, len(runs), [first, *found])):
-                break
-            found.append(one)
-        return found
+    def _entering(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
+        """An item, and the next ones for the same runs that enter with it.
 
-    def _questions(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
-        """The first question, and the next ones for the same runs that can share the prefill of its context."""
-        context, found = first.prompt.context_hash, [first]
-        for one in islice(self._waiting, 1, None) if context is not None and not first.prompt.turns else ():
-            shares = one.prompt.context_hash == context and one.live == runs
-            if not shares or not self._batch.can_admit(*map(self._request, (*found, one))):
+        They are questions about its context, whose prefill they share, or prompts whose blocks are rows of its calls.
+        """
+        model, context, found = self._loaded.model, first.prompt.context_hash, [first]
+        joins = context is None and _blocks_join(model, first)
+        for one in islice(self._waiting, 1, None) if joins or (context and not first.prompt.turns) else ():
+            enters = one.live == runs and one.prompt.context_hash == context
+            enters = enters and self._batch.can_admit(*map(self._request, (*found, one)))
+            if not enters or (joins and not (_blocks_join(model, one) and self._may_start(one, len(runs), found))):
                 break
             found.append(one)
         return found
@@ -197,18 +189,6 @@ class Scheduler:
             request = request_for(item.runs[0].run, self._loaded, item.prompt)
             item.request = replace(request, report=self._advance) if item.prompt.is_scored else request
         return item.request
-
-    def _compute_whole(self, item: WorkItem, run: RunWriter) -> None:
-        """Compute an example that cannot be part of a batch; its group of runs has a limit of 1."""
-        shown = 0
-
-        def report(done: int) -> None:
-            nonlocal shown
-            self._advance(done - shown)
-            shown = done
-
-        self._deliver(run, item.prompt, lambda: computed_whole(run.run, self._loaded, item.prompt, report))
-        report(units(item.prompt))
 
     def _admit(self, items: Sequence[WorkItem], runs: Sequence[RunWriter]) -> None:
         """Prefill prompts, or a context and some questions about it, for some runs."""
@@ -329,8 +309,8 @@ class Scheduler:
                     raise
                 sample = failed(run.run, prompt, error)
             run.deliver(sample)
-            if wanted and in_batch(run.run, prompt):
-                self._advance(1)  # scored tokens but the last are reported after every call
+            if wanted:
+                self._advance(1)  # scored tokens but one are reported after every call
 
     def _fail(self, error: Exception, admitted: Sequence[tuple[RunWriter, Prompt]]) -> None:
         """An error of the batch, or of sequences that are being admitted: the batch begins anew without them."""
@@ -359,13 +339,9 @@ class Scheduler:
 
 def _blocks_join(model: PreTrainedModel, item: WorkItem) -> bool:
     """Whether all runs of an item prefill its prompt in blocks, which can be rows of calls with those of others."""
-    prompt = item.prompt
-    own_rules = (
-        prompt.turns or prompt.is_scored or prompt.example.reading is not None or prompt.context_hash is not None
-    )
-    if own_rules or not in_batch(item.runs[0].run, prompt):
+    if not is_generated(item.prompt) or item.prompt.example.reading is not None:
         return False
-    return all(blocks_join(model, run.run.policy, len(prompt.ids)) for run in item.runs)
+    return all(blocks_join(model, run.run.policy, len(item.prompt.ids)) for run in item.runs)
 
 
 def _raise(error: Exception) -> NoReturn:
