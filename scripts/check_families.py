@@ -274,11 +274,8 @@ def rows_are_alone(model: PreTrainedModel, ids: Tensor) -> None:
             rows += flight.admit(
                 [request], [make_policy(slug, BUDGET, **TRIED[slug][0]) for slug in ("snapkv", "h2o")]
             )[0]
-    while flight.in_flight:
-        flight.step()
+    flight.finish(rows)
     for row in rows:
-        if row.error is not None:
-            raise row.error
         alone = generate_tokens(model, row.request.prompt, row.policy, max_new_tokens=4)
         assert row.tokens == alone.tokens[0], row.policy.name
         for own, other in zip(row.cache.attention_layers, alone.cache.attention_layers, strict=True):

@@ -59,13 +59,10 @@ WITH_KEPT_HEADS = 20
 log = logging.getLogger(__name__)
 
 
-def units(prompt: Prompt) -> int:
-    """Units of the progress bar: 1, or the tokens of a text that is scored, which can take an hour."""
-    return prompt.tokens if prompt.is_scored else 1
-
-
-def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
-    """The request of one example, which is the same for all policies."""
+def request_for(
+    run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], object] | None = None
+) -> Request:
+    """The request of one example, which is the same for all policies. report: as in `Request`."""
     tokenizer, task = run.checkpoint.tokenizer(), run.task.task_of(prompt.example)
     ids, target = prompt.ids, prompt.continuation
     texts = () if task.thoughts else (task.end_texts, task.stop)  # in a thought, only EOS ends an answer
@@ -81,11 +78,11 @@ def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
         encoder=Encoder(tokenizer),
         sampler=_sampler(run, prompt),
         dictated=prompt.given or prompt.dictated,
-        given=bool(prompt.given),
         example=(run.seed, prompt.draw),
         parts=tuple(sorted(a for name, parts in prompt.spans.items() if name not in HIDDEN for a, _ in parts)),
         protected=tuple(sorted(part for name in task.protects for part in prompt.spans.get(name, ()))),
         next_turn="own" if prompt.own else None,
+        report=report,
         watch=run.watch,
     )
 
@@ -250,11 +247,6 @@ def kept_at_start(run: Run, prompt: Prompt, sequence: LiveSequence) -> dict[str,
     return {"kept_prompt": shares.pop(""), "kept_spans_start": shares, "heads_whole": {k: heads[k] for k in shares}}
 
 
-def rounded(seconds: float | None) -> float | None:
-    """Seconds to the microsecond."""
-    return None if seconds is None else round(seconds, 6)
-
-
 # --- examples that are computed as a whole: pairs, scored texts, and policies with a cache of their own --------------
 def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example that cannot be part of a batch. report: called with the number of tokens just scored.
@@ -270,8 +262,8 @@ def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callab
         done = generate(loaded.model, [request_for(run, loaded, prompt)], run.policy)
         sample = replace(
             answered(run, prompt, done.tokens[0], done.cache, done.decode_steps, kept=done.fields),
-            prefill_seconds=rounded(done.prefill_seconds),
-            decode_seconds=rounded(done.decode_seconds),
+            prefill_seconds=round(done.prefill_seconds, 6),
+            decode_seconds=round(done.decode_seconds, 6),
             recomputed_tokens=None if prompt.example.shared is None else prompt.known,
             shared_prefill=1,
             rows_in_flight=1,
@@ -300,8 +292,8 @@ def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
         **scored(run, json.dumps(outputs), prompt),
         **{**longest, **overall},
         generated_tokens=0,
-        prefill_seconds=rounded(now(loaded.model) - began - seconds),
-        decode_seconds=rounded(seconds),
+        prefill_seconds=round(now(loaded.model) - began - seconds, 6),
+        decode_seconds=round(seconds, 6),
     )
 
 
@@ -309,7 +301,7 @@ def _score_text(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[
     """The sample of an example whose tokens are all scored."""
     policy = policy_for(run.policy.for_example(run.seed, prompt.draw), prompt)
     scores = text_scores(loaded.model, prompt.ids[None].to(run.device, torch.long), policy, report)
-    return replace(likelihood_of(run, prompt, policy, scores), prefill_seconds=rounded(scores.seconds))
+    return replace(likelihood_of(run, prompt, policy, scores), prefill_seconds=round(scores.seconds, 6))
 
 
 def likelihood_of(run: Run, prompt: Prompt, policy: Policy, scores: Scores) -> Sample:

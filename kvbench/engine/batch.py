@@ -136,6 +136,14 @@ class DecodeBatch:
             _audit(sequence)
         return [sequence for sequence in ended if not sequence.is_reference]
 
+    def finish(self, sequences: Sequence[LiveSequence]) -> None:
+        """Decode until none of the sequences is in flight. Raises the first error of one of them."""
+        while self.in_flight and all(sequence.error is None for sequence in sequences):
+            self.step()
+        for sequence in sequences:
+            if sequence.error is not None:
+                raise sequence.error
+
     def _separate(self, cache: KVCache) -> None:
         """Move the sequences whose steps can be recorded into a cache of their own."""
         joining = [one for one in cache.sequences if can_record(one.policy) and can_join(one)]

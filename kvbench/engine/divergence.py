@@ -93,7 +93,7 @@ def compare(reference: LiveSequence, others: Iterable[LiveSequence]) -> None:
     live = [one for one in live if one.error is None]
     rows = [one.waiting for one in live if one.waiting is not None]
     token, forbidden = _next_token(reference, logits[0])
-    if rows and (reference.dictated is None or reference.request.given):
+    if rows and (reference.dictated is None or reference.request.is_dictated):
         for one, found in zip(live, token_divergence(logits[0], torch.cat(rows), token, forbidden), strict=True):
             if math.isnan(found.kl):
                 one.error = FloatingPointError(NOT_A_NUMBER)

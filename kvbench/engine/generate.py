@@ -140,11 +140,7 @@ def generate(
         began = now(model)
         sequences += chain(*batch.admit(some, [policy]))
         prefilled = now(model)
-        while batch.in_flight and not any(sequence.error for sequence in sequences):
-            batch.step()
-        for sequence in sequences:
-            if sequence.error is not None:
-                raise sequence.error
+        batch.finish(sequences)
         prefill_seconds += prefilled - began
         decode_seconds += now(model) - prefilled
     caches = [sequence.cache for sequence in sequences if sequence.cache is not None]

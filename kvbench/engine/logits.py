@@ -37,6 +37,11 @@ def all_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: Ca
     return logits
 
 
+def fitting(model: PreTrainedModel, rows: int = 1) -> int:
+    """Tokens of each row of a call whose logits fit into `LOGITS_AT_ONCE`."""
+    return max(1, LOGITS_AT_ONCE // (rows * int(model.config.get_text_config(decoder=True).vocab_size)))
+
+
 def append_given(
     model: PreTrainedModel, cache: KVCache, tokens: Tensor, size: int, logits: Tensor | None, keep: int = 0
 ) -> Iterator[Tensor]:
@@ -67,7 +72,7 @@ def prompt_ratings(
     assert hidden is not None
     batch, columns = ids.shape
     ratings = torch.zeros(batch, columns, device=hidden.device)
-    at_once = max(1, LOGITS_AT_ONCE // (batch * model.config.get_text_config(decoder=True).vocab_size))
+    at_once = fitting(model, batch)
     for start in range(0, columns - 1, at_once):
         end = min(start + at_once, columns - 1)
         logits = head_logits(model, type(output)(last_hidden_state=hidden[:, start:end]))

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import KVCache
 from kvbench.cache.copies import fork, together
 from kvbench.cache.families import layout_of, reset_rotation
-from kvbench.engine.logits import GIVEN_TOKENS, append_given, next_logits
+from kvbench.engine.logits import GIVEN_TOKENS, append_given, fitting, next_logits
 from kvbench.engine.pre_pass import open_cache, pre_pass
 from kvbench.engine.recorder import CALL_TOKENS, Recorder
-from kvbench.engine.scores import MostKept, Scores, fitting, joined, score
+from kvbench.engine.scores import MostKept, Scores, joined, score
 from kvbench.engine.sequence import LiveSequence, Played, choose_next
 from kvbench.models.devices import now
 from kvbench.policies.policy import Policy

@@ -29,7 +29,6 @@ from kvbench.engine.answers import (
     kept_at_start,
     likelihood_of,
     request_for,
-    rounded,
 )
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.divergence import full_cache
@@ -60,31 +59,15 @@ class _InFlight:
     admitted_with: int  # sequences of one admission, including itself
     prefill_seconds: float
     recomputed: int  # prompt tokens that had been computed for an earlier question
-    start: float  # of its example for the first of its runs, before the prefill; as in time.monotonic()
     decode_seconds: float = 0.0
     most_in_flight: int = 1  # maximum number of sequences in flight at one time, including itself
     kept: dict[str, Any] | None = None  # when the answer begins, see `kept_at_start`
-
-    @property
-    def prompt(self) -> Prompt:
-        """The prompt of its example."""
-        return self.item.prompt
-
-    @property
-    def live(self) -> bool:
-        """Whether its run still needs it."""
-        return not (self.run.ended or self.run.run_alone)
 
     def begin(self, sequence: LiveSequence) -> None:
         """Record what is kept of the prompt, if its evictions are over."""
         late = self.run.run.policy.schedule.late and not sequence.decode_steps
         if self.kept is None and sequence.error is None and not late:
-            self.kept = kept_at_start(self.run.run, self.prompt, sequence)
-
-    def work(self, sequence: LiveSequence, now: float) -> Work:
-        """What its example needs. now: on the clock of `start`."""
-        steps = sequence.request.max_new_tokens
-        return Work(now - self.start, len(self.prompt.ids), steps, steps - len(sequence.tokens))
+            self.kept = kept_at_start(self.run.run, self.item.prompt, sequence)
 
     @property
     def alone(self) -> bool:
@@ -111,7 +94,6 @@ class Scheduler:
         self._batch = self._new_batch()
         self._waiting = deque(one_by_one(items) if limit == 1 else items)
         self._in_flight: dict[LiveSequence, _InFlight] = {}
-        self._starts: dict[int, float] = {}  # of examples, by index
         # by conversation, run (None: the reference of comparisons) and sample
         self._played: dict[tuple[int, RunWriter | None, int | None], Played] = {}
 
@@ -142,11 +124,12 @@ class Scheduler:
             if not self._batch.can_admit(self._request(first)) or not self._may_start(first, len(runs)):
                 return
             items = self._entering(first, runs)
-            in_flight = [(flight.run, flight.prompt) for flight in self._in_flight.values()]
+            in_flight = [(flight.run, flight.item.prompt) for flight in self._in_flight.values()]
             count = self._planner.fits([one.prompt for one in items], runs, in_flight, self._batch.nbytes)
             if not count:
                 return
             if count < len(runs):
+                first.start = first.start or time.monotonic()
                 self._waiting[0] = replace(first, runs=runs[count:])
                 self._admit([first], runs[:count])
                 continue
@@ -163,10 +146,12 @@ class Scheduler:
         oldest = next(iter(self._in_flight.values()), None)
         if not before and (oldest is None or item.index <= oldest.item.index):
             return True
-        now, steps = time.monotonic(), self._request(item).max_new_tokens
-        started = [flight.work(sequence, now) for sequence, flight in self._in_flight.items()]
-        tokens = sum(len(one.prompt.ids) for one in (*before, item))
-        new = Work(0.0, tokens, steps, steps)
+        now, steps, started = time.monotonic(), self._request(item).max_new_tokens, list[Work]()
+        for sequence, flight in self._in_flight.items():
+            most = sequence.request.max_new_tokens
+            seconds = now - (flight.item.start or now)
+            started.append(Work(seconds, len(flight.item.prompt.ids), most, most - len(sequence.tokens)))
+        new = Work(0.0, sum(len(one.prompt.ids) for one in (*before, item)), steps, steps)
         return self._pace.may_start(started, new, self._batch.in_flight + len(before) * count, count)
 
     def _entering(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
@@ -186,8 +171,7 @@ class Scheduler:
 
     def _request(self, item: WorkItem) -> Request:
         if item.request is None:
-            request = request_for(item.runs[0].run, self._loaded, item.prompt)
-            item.request = replace(request, report=self._advance) if item.prompt.is_scored else request
+            item.request = request_for(item.runs[0].run, self._loaded, item.prompt, self._advance)
         return item.request
 
     def _admit(self, items: Sequence[WorkItem], runs: Sequence[RunWriter]) -> None:
@@ -197,16 +181,15 @@ class Scheduler:
         count, tokens = len(items) * len(runs), sum(len(one.prompt.ids) for one in prefilled)
         requests = list(map(self._request, items))
         played = [self._history(first, run) for run in runs]
-        if first.prompt.own and len(first.prompt.turns) > 1 and None in played:  # runs with own answers are alone
-            error = HistoryError("the answer of an earlier turn failed, so this turn has no history")
-            self._deliver(runs[0], first.prompt, partial(_raise, error))
-            return
         if first.prompt.turns and not first.prompt.own and self._continues(first, runs):
             requests = [replace(requests[0], next_turn="golden")]
         reset_peak(run.device)
         allocated, began, start = peak(run.device), now(model), time.monotonic()
-        starts = [self._starts.setdefault(one.index, start) for one in items]
+        for one in items:
+            one.start = one.start or start
         try:
+            if first.prompt.own and len(first.prompt.turns) > 1 and None in played:
+                raise HistoryError("the answer of an earlier turn failed, so this turn has no history")
             policies = [policy_for(run.run.policy, first.prompt) for run in runs]
             reference = full_cache() if run.task.divergence else None
             before_it = [] if reference is None else [self._history(first, None)]
@@ -220,11 +203,11 @@ class Scheduler:
         if allocated is not None:
             taken = (peak(run.device) or 0) - allocated
             self._planner.measured(first.prompt, run, taken - (self._batch.nbytes - before))
-        for one, own, start in zip(items, admitted, starts, strict=True):
+        for one, own in zip(items, admitted, strict=True):
             for sequence, writer, history in zip(own, runs, played, strict=True):
                 known = one.prompt.known if one is first else 0
                 recomputed = known if history is None else history.recomputed
-                self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed, start)
+                self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed)
                 for key, kept in ((writer, sequence), (None, sequence.reference)):
                     if kept is not None and kept.played is not None and kept.error is None:
                         self._played[one.conversation, key, one.prompt.sample] = kept.played
@@ -275,12 +258,12 @@ class Scheduler:
             flight = self._in_flight.pop(sequence)
             error = sequence.error = sequence.error and as_memory_error(sequence.error)
             if error is None and sequence.cache is not None:
-                self._planner.finished(flight.run, flight.prompt, sequence.cache.nbytes)
-            if not flight.live:
+                self._planner.finished(flight.run, flight.item.prompt, sequence.cache.nbytes)
+            if not flight.run.live:
                 continue
             if error is None or flight.alone or isinstance(error, OWN_ERRORS):
                 self._keep_own_history(flight, sequence)
-                self._deliver(flight.run, flight.prompt, partial(_sample, flight, sequence))
+                self._deliver(flight.run, flight.item.prompt, partial(_sample, flight, sequence))
             elif isinstance(error, OUT_OF_MEMORY):
                 self._waiting.appendleft(replace(flight.item, runs=[flight.run]))
                 self._planner.ran_out(in_flight)
@@ -290,7 +273,7 @@ class Scheduler:
 
     def _keep_own_history(self, flight: _InFlight, sequence: LiveSequence) -> None:
         """Keep the cache of an answer that is part of the history of a later turn."""
-        prompt, item = flight.prompt, flight.item
+        item, prompt = flight.item, flight.item.prompt
         if sequence.error is None and sequence.cache is not None and prompt.own and self._continues(item, [flight.run]):
             pending = sequence.tokens[sequence.decode_steps :]
             again = sum(prompt.turns) if flight.run.has(prompt.example.index) else 0
@@ -314,7 +297,7 @@ class Scheduler:
 
     def _fail(self, error: Exception, admitted: Sequence[tuple[RunWriter, Prompt]]) -> None:
         """An error of the batch, or of sequences that are being admitted: the batch begins anew without them."""
-        failed = [*((flight.run, flight.prompt) for flight in self._in_flight.values()), *admitted]
+        failed = [*((flight.run, flight.item.prompt) for flight in self._in_flight.values()), *admitted]
         self._in_flight.clear()
         self._batch = self._new_batch()
         for run, prompt in failed:
@@ -331,7 +314,7 @@ class Scheduler:
 
     def _drop_unwanted(self) -> None:
         """Remove the sequences of runs that ended or are to be computed alone."""
-        unwanted = [sequence for sequence, flight in self._in_flight.items() if not flight.live]
+        unwanted = [sequence for sequence, flight in self._in_flight.items() if not flight.run.live]
         self._batch.drop(unwanted)
         for sequence in unwanted:
             del self._in_flight[sequence]
@@ -353,7 +336,7 @@ def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
     if sequence.error is not None:
         raise sequence.error
     assert sequence.cache is not None
-    run, prompt, seconds = flight.run.run, flight.prompt, flight.decode_seconds
+    run, prompt, seconds = flight.run.run, flight.item.prompt, flight.decode_seconds
     if sequence.scores is None:
         compared = None if sequence.reference is None else sequence.divergences
         sample = answered(run, prompt, sequence.tokens, sequence.cache, sequence.decode_steps, compared, flight.kept)
@@ -369,7 +352,7 @@ def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
         return sample
     return replace(
         sample,
-        prefill_seconds=rounded(flight.prefill_seconds - (seconds if sequence.scores else 0)),
-        decode_seconds=rounded(seconds),
+        prefill_seconds=round(flight.prefill_seconds - (seconds if sequence.scores else 0), 6),
+        decode_seconds=round(seconds, 6),
         device_peak_bytes=peak(run.device),
     )

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.engine.logits import LOGITS_AT_ONCE, NOT_A_NUMBER
+from kvbench.engine.logits import NOT_A_NUMBER
 from kvbench.policies.pre_passes.surprisal import surprisal
 from kvbench.results.samples import Likelihood
 
@@ -66,11 +65,6 @@ class MostKept:
         """Called whenever a layer has appended or evicted tokens."""
         kept = self._layers[index].kept_tokens().amax(0)
         self._most[index] = torch.maximum(self._most.get(index, kept), kept)
-
-
-def fitting(model: PreTrainedModel) -> int:
-    """Tokens of one call whose logits fit into `LOGITS_AT_ONCE`."""
-    return max(1, LOGITS_AT_ONCE // int(model.config.get_text_config(decoder=True).vocab_size))
 
 
 def score(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,11 +52,6 @@ class Feed:
         if self.tokens.shape[1] == 0:
             raise ValueError(f"a {self.kind} needs at least one token")
 
-    @property
-    def length(self) -> int:
-        """The number of its tokens."""
-        return self.tokens.shape[1]
-
 
 def script_of(
     ids: Tensor, context: int | None = None, turns: Sequence[int] = (), scored: Tensor | None = None
@@ -85,7 +80,7 @@ class Request:
     prompt, for policies that use it (FINCH). encoder: tokenizer for policies whose pre-pass contains text (KVzip).
     stop: ends the answer when it is true for the tokens generated so far. sampler: makes the random numbers of one
     answer; None: greedy decoding. dictated: tokens with which the answer begins; they count towards max_new_tokens and
-    min_new_tokens. given: they are the whole answer. example: seed of the run and index of the example, for policies
+    min_new_tokens. example: seed of the run and index of the example, for policies
     that use random numbers; None: their own seed. parts: positions of the first tokens of the parts of the prompt that
     the task names. protected: positions [first, end) of the parts that protect=span keeps. report: called with the
     number of tokens, over all sequences, after the prompt and after every call that scores some. watch: watchers of
@@ -102,11 +97,10 @@ class Request:
     encoder: TextEncoder | None = None
     sampler: Callable[[], TokenSampler] | None = None
     dictated: tuple[int, ...] = ()
-    given: bool = False
     example: tuple[int, int] | None = None
     parts: tuple[int, ...] = ()
     protected: tuple[tuple[int, int], ...] = ()
-    report: Callable[[int], None] | None = None
+    report: Callable[[int], object] | None = None
     watch: tuple[Watcher, ...] = ()
     next_turn: Literal["golden", "own"] | None = None
 
@@ -118,7 +112,12 @@ class Request:
     @property
     def length(self) -> int:
         """Tokens before the answer, or before those that are scored."""
-        return sum(feed.length for feed in self.script if feed.kind != "scored")
+        return sum(feed.tokens.shape[1] for feed in self.script if feed.kind != "scored")
+
+    @property
+    def is_dictated(self) -> bool:
+        """Whether the whole answer is dictated."""
+        return len(self.dictated) == self.max_new_tokens
 
     @property
     def is_turn(self) -> bool:
@@ -209,7 +208,7 @@ class LiveSequence:
         request = self.request
         if self.dictated is not None:
             self.tokens.append(token)
-            self.complete = request.given and len(self.tokens) == len(request.dictated)
+            self.complete = len(self.tokens) == request.max_new_tokens
         elif token in request.eos_token_ids:
             self.complete = True
         else:

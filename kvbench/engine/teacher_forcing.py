@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.families import layout_of
-from kvbench.engine.logits import GIVEN_TOKENS, append_given
+from kvbench.engine.logits import GIVEN_TOKENS, append_given, fitting
 from kvbench.engine.prefill import prefill_prompts
-from kvbench.engine.scores import MostKept, Scores, fitting, joined, score
+from kvbench.engine.scores import MostKept, Scores, joined, score
 from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.models.devices import now
 from kvbench.models.prompt import Prompt
@@ -28,8 +28,6 @@ from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
 from kvbench.policies.schedule import Blocks
-
-Report = Callable[[int], None]
 
 
 @torch.inference_mode()
@@ -53,7 +51,9 @@ def score_pair(model: PreTrainedModel, pair: Pair, policy: Policy, encoder: Text
 
 
 @torch.inference_mode()
-def text_scores(model: PreTrainedModel, ids: Tensor, policy: Policy, report: Report | None = None) -> Scores:
+def text_scores(
+    model: PreTrainedModel, ids: Tensor, policy: Policy, report: Callable[[int], object] | None = None
+) -> Scores:
     """Score every token of a text [1,T] except the first, while the policy evicts after every block of its schedule.
 
     A block is scored before its eviction, so that its tokens attend to the budget and to up to m - 1 tokens of the

@@ -85,7 +85,7 @@ def test_a_policy_differs_from_full_as_transformers_alone_computes_it(given: tup
     eager = tiny().double()
     eager.set_attn_implementation("eager")
     kept = [*range(SINKS), *range(len(PROMPT) - RECENT, len(PROMPT))]
-    request = Request(script_of(torch.tensor([PROMPT])), len(given) or 9, dictated=given, given=bool(given))
+    request = Request(script_of(torch.tensor([PROMPT])), len(given) or 9, dictated=given)
     policy = kvbench.make_policy("streamingllm", budget=SINKS + RECENT, decode="grow", sinks=SINKS)
     (sequence,) = compared(prepare(tiny().double()), request, policy)
     p, q = (step_logits(eager, sequence.tokens, places).log_softmax(-1) for places in (range(len(PROMPT)), kept))

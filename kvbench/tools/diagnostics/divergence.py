@@ -107,11 +107,7 @@ def _kl(
         one.reference, one.waiting = reference, full.waiting
     compare(reference, rows)
     batch.start([reference, *rows])
-    while batch.in_flight:
-        batch.step()
-    for row in rows:
-        if row.error is not None:
-            raise row.error
+    batch.finish(rows)
     return [divergence_of("", row.divergences).mean_kl or 0.0 for row in rows]
 
 
