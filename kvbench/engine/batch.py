@@ -23,7 +23,7 @@ from kvbench.engine.divergence import compare
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompts
 from kvbench.engine.recorder import Recorder
-from kvbench.engine.sequence import LiveSequence, Played, Request, advance
+from kvbench.engine.sequence import LiveSequence, Played, Request, choose_next
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.selections.fair import Fair
@@ -198,7 +198,9 @@ class DecodeBatch:
             logits = next_logits(self._model, tokens, places, cache)
         for sequence in found.values():
             sequence.error = sequence.held.error
-        advance(list(found.values()), logits if len(found) == len(rows) else logits[list(found)])
+            sequence.position += 1
+            sequence.decode_steps += 1
+        choose_next(list(found.values()), logits if len(found) == len(rows) else logits[list(found)])
 
     @torch.inference_mode()
     def drop(self, sequences: Collection[LiveSequence]) -> None:

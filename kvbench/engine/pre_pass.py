@@ -51,18 +51,16 @@ def open_cache(model: PreTrainedModel, ids: Tensor, policy: Policy, question: in
     question: its position in the prompt, for policies that use it. Raises ValueError if the policy selects tokens and
     the model has no such layer.
     """
-    passed = None
+    whole, passed = ids, 0
     if isinstance(policy.pre_pass, PromptChoice):
-        whole = ids
         ids = _selected(model, whole, policy, policy.pre_pass)
         passed = 0 if ids is whole else whole.shape[1]
         policy = replace(policy, pre_pass=None)
     if policy.needs.hidden:
         watch_inputs(model)
     cache = KVCache(model.config, policy, prompt_length=ids.shape[1], question=question)
-    if passed is not None:
-        cache.sequence.passed, cache.sequence.passed_entries = passed, float(fed(0, passed))
-        cache.sequence.passes = int(passed > 0)
+    cache.sequence.passed, cache.sequence.passed_entries = passed, float(fed(0, passed))
+    cache.sequence.passes = int(passed > 0)
     return ids, cache
 
 

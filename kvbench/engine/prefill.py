@@ -21,7 +21,7 @@ from kvbench.engine.logits import GIVEN_TOKENS, append_given, fitting, next_logi
 from kvbench.engine.pre_pass import open_cache, pre_pass
 from kvbench.engine.recorder import CALL_TOKENS, Recorder
 from kvbench.engine.scores import MostKept, Scores, joined, score
-from kvbench.engine.sequence import LiveSequence, Played, choose_next
+from kvbench.engine.sequence import LiveSequence, Played, Request, choose_next
 from kvbench.models.devices import now
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
@@ -74,10 +74,10 @@ def prefill_prompts(model: PreTrainedModel, rows: Sequence[Sequences], recorder:
     for sequence in (sequence for sequence in chain(*rows) if sequence.played is not None):
         _play(model, [sequence], None, 1)
     blocks: dict[int, list[Part]] = {}
-    for part in (part for questions in _by_prompt(new) for part in _parts(model, questions)):
-        first, total = part[0][0], part[0][0].request.prompt.shape[1]
-        if all(blocks_join(model, column[0].policy, total) for column in part):
-            blocks.setdefault(first.policy.schedule.call_size(total), []).append(part)
+    for part in chain(*(_parts(model, questions) for questions in _by_prompt(new))):
+        policies, total = [column[0].policy for column in part], part[0][0].request.prompt.shape[1]
+        if all(blocks_join(model, policy, total) for policy in policies):
+            blocks.setdefault(policies[0].schedule.call_size(total), []).append(part)
         else:
             _prefill_parts(model, [part], None, None)
     for size, parts in blocks.items():
@@ -96,14 +96,17 @@ def _by_prompt(rows: Sequence[Sequences]) -> list[list[Sequences]]:
     """The rows, grouped by prompt or context: neighbours with the same one, which are no turns."""
     found: list[list[Sequences]] = []
     for row in filter(None, rows):
-        one, before = row[0].request, found[-1][0][0].request if found else None
-        if before is None or one.is_turn or before.is_turn or one.asks("question") != before.asks("question"):
-            found.append([row])
-        elif torch.equal(one.prompt, before.prompt):
+        if found and _same_prompt(found[-1][0][0].request, row[0].request):
             found[-1].append(row)
         else:
             found.append([row])
     return found
+
+
+def _same_prompt(one: Request, other: Request) -> bool:
+    if one.is_turn or other.is_turn or one.asks("question") != other.asks("question"):
+        return False
+    return torch.equal(one.prompt, other.prompt)
 
 
 def _parts(model: PreTrainedModel, questions: Sequence[Sequences]) -> Iterator[Part]:

@@ -22,7 +22,7 @@ from kvbench.cache.footprint import fed
 from kvbench.cache.hook import attention
 from kvbench.cache.views import stacked
 from kvbench.engine.generate import Generation
-from kvbench.engine.sequence import LiveSequence, Request, advance, choose_next
+from kvbench.engine.sequence import LiveSequence, Request, choose_next
 from kvbench.errors import UsageError
 from kvbench.models.devices import now
 from kvbench.policies.latents import check_latents
@@ -118,8 +118,9 @@ def generate(model: PreTrainedModel, request: Request, policy: KVPress) -> Gener
             choose_next([sequence], logits)
             prefilled = now(model)
             while not sequence.done:
-                last, place = (torch.tensor([[number]]) for number in (sequence.tokens[-1], sequence.position))
-                advance([sequence], _call(model, last.to(prompt.device), place, cache))
+                logits = _append(model, sequence, prompt.new_tensor([sequence.tokens[-1:]]), cache)
+                sequence.decode_steps += 1
+                choose_next([sequence], logits)
         cache.note_bytes()
         cache.masked = _masked(model, cache)
     if sequence.error is not None:
@@ -131,17 +132,12 @@ def generate(model: PreTrainedModel, request: Request, policy: KVPress) -> Gener
 
 
 def _append(model: PreTrainedModel, sequence: LiveSequence, tokens: Tensor, cache: PressedCache) -> Tensor:
-    """Append given tokens [1,M] to a sequence; the logits [1,V] after them."""
-    begin, sequence.position = sequence.position, sequence.position + tokens.shape[1]
-    return _call(model, tokens, torch.arange(begin, sequence.position)[None], cache)
-
-
-def _call(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: PressedCache) -> Tensor:
-    """The logits [1,V] after new tokens ids [1,M] at positions [1,M]; kvpress detects a prefill by `cache_position`."""
-    cache.feed(ids.shape[1])
-    where = positions.to(ids.device)
-    call = {"position_ids": where, "cache_position": where[0], "past_key_values": cache}
-    logits: Tensor = model(input_ids=ids, **call, use_cache=True, logits_to_keep=1).logits
+    """Append tokens [1,M] to a sequence; the logits [1,V] after them. kvpress detects a prefill by `cache_position`."""
+    cache.feed(tokens.shape[1])
+    positions = sequence.position + torch.arange(tokens.shape[1], device=tokens.device)
+    sequence.position += tokens.shape[1]
+    call = {"position_ids": positions[None], "cache_position": positions, "past_key_values": cache}
+    logits: Tensor = model(input_ids=tokens, **call, use_cache=True, logits_to_keep=1).logits
     return logits[:, -1]
 
 

@@ -217,14 +217,6 @@ class LiveSequence:
             self.complete = len(self.tokens) >= request.max_new_tokens or bool(request.stop and request.stop(generated))
 
 
-def advance(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
-    """Count a decoding step of every sequence, and choose the next tokens; logits [S,V] after the last ones."""
-    for sequence in sequences:
-        sequence.position += 1
-        sequence.decode_steps += 1
-    choose_next(sequences, logits)
-
-
 def choose_next(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
     """Append the next token to every sequence; logits [S,V], or [1,V] if they are the same for all.
 
