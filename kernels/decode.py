@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.kernels.devices import multipliable, programs_at_once, use_triton
 from kvbench.kernels.join import join
 from kvbench.kernels.references import Attention, NewTokens, append, decode_attention_flat_ref, decode_attention_ref
 from kvbench.kernels.tiles import (
@@ -34,11 +35,9 @@ from kvbench.kernels.tiles import (
     in_sight,
     jit,
     logits_of,
-    multipliable,
     next_power_of_two,
     of_head,
     parts_of,
-    programs_at_once,
     require_triton,
     rule_of,
     segment,
@@ -46,7 +45,6 @@ from kvbench.kernels.tiles import (
     store_part,
     tile,
     tl,
-    use_triton,
     view,
     with_sinks,
 )
@@ -321,15 +319,15 @@ def decode_attention_flat(
     Weights are padded to [B,H_kv,G,M,most]; sums are flat, [N,G or 1]. new_tokens: keys and values that are written
     into their segments first.
     """
-    if new_tokens is not None and not keys.is_cuda and keys.dtype == torch.bfloat16:
-        stored, new = {"keys": keys, "values": values}, {"keys": new_tokens.keys, "values": new_tokens.values}
-        append(stored, new, starts, new_tokens.slots)  # the interpreter computes on copies
-        new_tokens = None
     if not use_triton(queries):
         return decode_attention_flat_ref(
             queries, keys, values, query_positions, key_positions, starts, counts, most, scaling, softcap,
             sliding_window, sinks, weights, sums, new_tokens,
         )  # fmt: skip
+    if new_tokens is not None and multipliable(keys)[0] is not keys:  # the interpreter computes on copies
+        stored, new = {"keys": keys, "values": values}, {"keys": new_tokens.keys, "values": new_tokens.values}
+        append(stored, new, starts, new_tokens.slots)
+        new_tokens = None
     segments, positions = (starts.contiguous(), counts.contiguous()), (query_positions, key_positions)
     how = scaling, softcap, sliding_window, sinks
     return _launch(

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("kvbench", "policies", "kernels", "tasks", "hydra_plugins", "src")
 PROMPT, BLOCK, TOKENS = 192, 32, 4
-DEVICE = re.compile(r"is_cpu|use_triton|on_host\(|INTERPRETED|is_cuda|\.type == .cuda.")
+DEVICE = re.compile(r"is_cpu|use_triton|on_host\(|INTERPRETED|is_cuda|\.type [!=]= .(cuda|cpu).")
 
 Entered = dict[str, set[str]]
 

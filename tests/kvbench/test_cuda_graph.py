@@ -58,8 +58,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
         monkeypatch.setattr(torch.cuda, "graph", record)
         monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
-        for part in ("scorers.roco", "constants"):
-            monkeypatch.setattr(f"kvbench.policies.{part}.on_host", lambda x: False)
+        monkeypatch.setattr("kvbench.policies.constants.on_host", lambda x: False)
     replay, recorded = torch.cuda.CUDAGraph.replay, Recorder._record
 
     def counted(graph: Any) -> None:

@@ -52,7 +52,6 @@ BACKEND = "kvbench.cache.attend.backend_of"
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots are gathered by index, as on a GPU, and no number is read back from the device."""
     monkeypatch.setattr(BACKEND, lambda like: TritonBackend())
-    monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
 
 
 def decoded(

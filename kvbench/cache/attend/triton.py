@@ -15,9 +15,9 @@ from kvbench.cache.device_groups import ring_of
 from kvbench.cache.layer import Layer
 from kvbench.cache.memory import EMPTY, RESERVED, FlatMemory
 from kvbench.kernels.decode import decode_attention, decode_attention_flat
+from kvbench.kernels.devices import decodes, use_triton
 from kvbench.kernels.prompt import prompt_attention
 from kvbench.kernels.references import append
-from kvbench.kernels.tiles import decodes, use_triton
 from kvbench.policies.mergers.merger import Vectors
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams, Observation, known_weights
