@@ -106,6 +106,14 @@ def test_one_launch_equals_decoding_group_by_group(slugs: Sequence[str], family:
     assert max(equal_one_by_one(model_of(family), some)) > 0.3
 
 
+def test_heads_with_budgets_of_their_own_evict_in_the_table_as_outside() -> None:
+    """From the first token in the table on, also that token itself."""
+    some = [
+        make_policy(slug, budget, decode="evict") for slug in ("global_h2o_norecent", "ada_tova") for budget in BUDGETS
+    ]
+    assert max(equal_one_by_one(model_of(), some)) == 1
+
+
 def test_layers_that_store_latents_decode_in_the_table() -> None:
     """Scores of keys, of a window, of sums and of the newest query; values too."""
     some = [*policies(("full", "knorm", "h2o", "caote_tova")), make_policy("snapkv", 40, window=6, decode="evict")]
@@ -167,6 +175,21 @@ CODES: dict[str, list[Policy]] = {
 )
 def test_sequences_in_codes_decode_on_the_device_as_they_do_one_by_one(name: str) -> None:
     assert min(equal_one_by_one(model_of(), CODES[name])) == 1, "every sequence is on the device in every step"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("device", [True, False])
+def test_the_peak_includes_the_growth_of_codes_in_groups_after_every_token(
+    device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BACKEND, lambda like: TritonBackend() if device else TorchBackend())
+    model, ids = model_of(), torch.tensor([prompt(74)])
+    for slug in ("kivi", "kcvc", "ott"):
+        policy = make_policy(f"knorm_{slug}", 40, decode="grow", **GROUPS[slug])
+        cache = KVCache(model.config, policy, prompt_length=60)
+        for call in ids.split([60, *[1] * 14], dim=1):
+            model(call, past_key_values=cache)
+            assert cache.nbytes <= cache.peak_nbytes
 
 
 @pytest.mark.parametrize("slugs", [("h2o", "tova", "caote_snapkv"), ("streamingllm", "knorm", "snapkv", "full")])

@@ -50,8 +50,11 @@ class TorchBackend(Backend):
         self._counts, self._positions = lengths["counts"].tolist(), lengths["next"].flatten().tolist()
         for row, own in enumerate(layers):
             for index, layer in enumerate(own):
-                if not isinstance(layer.store, RingLayer):  # which counts its tokens itself
-                    slot_store(layer).used = max(self._counts[index][row])
+                store = slot_store(layer)
+                if not isinstance(store, RingLayer):  # which counts its tokens itself
+                    store.used = max(self._counts[index][row])
+                if store.counts is not None:
+                    store.counts = lengths["counts"][index, row][None]
 
     def attend(
         self, step: LayerStep, memory: FlatMemory, lengths: Mapping[str, Tensor], codec: Coding | None
