@@ -371,7 +371,7 @@ def decode_attention_flat_ref(
     queries: Tensor, keys: Tensor, values: Tensor, query_positions: Tensor, key_positions: Tensor, starts: Tensor,
     counts: Tensor, most: int, scaling: float, softcap: float | None = None, sliding_window: int | None = None,
     sinks: Tensor | None = None, weights: bool = False, sums: Tensor | None = None,
-    new_tokens: NewTokens | None = None,
+    new_tokens: NewTokens | None = None, bias: Tensor | None = None,
 ) -> Attention:  # fmt: skip
     """The definition: segments padded to the longest. Arguments and result as in `decode_attention_flat`."""
     if new_tokens is not None:
@@ -384,7 +384,7 @@ def decode_attention_flat_ref(
     own = None if sums is None else sums.new_zeros(*slots.shape, sums.shape[-1])  # 0 beyond a segment's end
     found = decode_attention_ref(
         queries, keys[slots], values[slots], query_positions, positions, scaling, softcap, sliding_window, sinks,
-        weights=weights, sums=own,
+        weights=weights, sums=own, bias=None if bias is None else bias[slots],
     )  # fmt: skip
     if sums is not None and own is not None:
         sums.index_put_((slots,), own, accumulate=True)

@@ -91,7 +91,7 @@ class SlotStore(LayerStore):
     def step_format(self) -> tuple[object, ...] | None:
         """Layers of equal formats take their decoding steps in one table; None: this one cannot."""
         dims = self.memory["keys"].shape[-1], self.memory["values"].shape[-1]
-        return None if "bias" in self.memory else ("dense", *dims)
+        return "dense", *dims, "bias" in self.memory
 
     @property
     def keys(self) -> Tensor:
