@@ -205,8 +205,8 @@ class LayerSet:
                 store.settle()
             except ValueError as error:  # numbers that are not finite
                 member.sequence.fail(error)
-            if isinstance(store, RingLayer) and store.in_codes != before:
-                if state:
+            if isinstance(store, RingLayer):
+                if state and store.in_codes != before:
                     note_codes(store, state, place, self.memory.positions_of(layer))
                 member.sequence.note_bytes(layer.index)
 

@@ -23,6 +23,7 @@ from kvbench.policies.model_layer import Rotation
 from kvbench.policies.observation import AttentionParams
 
 POSITIONS = (1, 3)  # of the tokens of the trial
+OTHERS = "another policy, such as snapkv, or a model such as Llama, Qwen3 or Mistral"
 
 _LAYERS: WeakKeyDictionary[nn.Module, "RealLayer"] = WeakKeyDictionary()
 
@@ -89,9 +90,9 @@ class RealLayer:
             cos, sin = self._cos_sin(self._loaded_rotary(), positions)
             state = torch.zeros(1, 1, self._module.config.hidden_size, dtype=self._dtype, device=self.like.device)
             _, keys = self._projected(state, positions, torch.ones_like(cos), torch.zeros_like(sin))
+            if not bool(keys.any()):
+                raise self._error("has keys without a bias", "unbias_keys=false, or a model such as Qwen2")
             self._key_bias = keys[0, :, 0].clone()
-            if not bool(self._key_bias.any()):
-                raise self._error("has keys without a bias")
         return self._key_bias
 
     def output_projection(self) -> Tensor:
@@ -149,11 +150,8 @@ class RealLayer:
         self._module.forward(**given)
         return cache.queries, cache.keys
 
-    def _error(self, why: str) -> InterfaceError:
-        return InterfaceError(
-            f"{type(self._module).__name__} {why}, and the policy needs it: use another policy, such as snapkv, or a "
-            "model such as Llama, Qwen3 or Mistral"
-        )
+    def _error(self, why: str, instead: str = OTHERS) -> InterfaceError:
+        return InterfaceError(f"{type(self._module).__name__} {why}, and the policy needs it: use {instead}")
 
 
 class _Capture:
