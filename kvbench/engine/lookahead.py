@@ -71,19 +71,11 @@ def add_to_window(step: Step, queries: Tensor, places: Tensor, as_prompt: bool, 
     as_prompt: the window moves back by n positions, so that its queries mask tokens as the last ones of the prompt.
     keys [1,H_kv,n,D] of these tokens, if the softmax includes them.
     """
-    window = _window(step.observation.window, queries, places, as_prompt)
-    if keys is not None:
-        window = window._replace(own=_among_themselves(step, queries, keys, places))
-    step.observe_with(window)
-
-
-def _window(before: QueryWindow | None, queries: Tensor, places: Tensor, as_prompt: bool) -> QueryWindow:
-    """A window with the queries of generated tokens at its end, see `add_to_window`."""
-    ahead = queries.shape[2]
+    before, ahead = step.observation.window, queries.shape[2]
+    own = None if keys is None else _among_themselves(step, queries, keys, places)
     if before is not None:
-        queries = torch.cat([before.queries, queries], dim=2)
-        places = torch.cat([before.positions, places], dim=1)
-    return QueryWindow(queries, places - ahead if as_prompt else places, ahead=ahead)
+        queries, places = torch.cat([before.queries, queries], dim=2), torch.cat([before.positions, places], dim=1)
+    step.observe_with(QueryWindow(queries, places - ahead if as_prompt else places, ahead=ahead, own=own))
 
 
 def _among_themselves(step: Step, queries: Tensor, keys: Tensor, places: Tensor) -> Tensor:

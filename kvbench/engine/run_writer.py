@@ -6,13 +6,13 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from kvbench.engine.prompts import blank, check_policy
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Played, Request
 from kvbench.engine.teacher_forcing import policy_for
 from kvbench.errors import UsageError, refusing
 from kvbench.models.prompt import Prompt
@@ -203,6 +203,7 @@ class WorkItem:
     """One example and the runs that need it.
 
     request: made at its first admission. start: before the prefill for the first of its runs, in time.monotonic().
+    history: the turns before this one under each run, if they were computed; None: of the reference of comparisons.
     """
 
     index: int
@@ -210,6 +211,7 @@ class WorkItem:
     runs: Sequence[RunWriter]
     request: Request | None = None
     start: float | None = None
+    history: dict[RunWriter | None, Played] = field(default_factory=dict)
 
     @property
     def conversation(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, takewhile
@@ -94,8 +94,6 @@ class Scheduler:
         self._batch = self._new_batch()
         self._waiting = deque(one_by_one(items) if limit == 1 else items)
         self._in_flight: dict[LiveSequence, _InFlight] = {}
-        # by conversation, run (None: the reference of comparisons) and sample
-        self._played: dict[tuple[int, RunWriter | None, int | None], Played] = {}
 
     def _new_batch(self) -> DecodeBatch:
         return DecodeBatch(self._loaded.model, self._graph, strict=False)
@@ -180,8 +178,8 @@ class Scheduler:
         prefilled = items if first.prompt.context_hash is None else [first]
         count, tokens = len(items) * len(runs), sum(len(one.prompt.ids) for one in prefilled)
         requests = list(map(self._request, items))
-        played = [self._history(first, run) for run in runs]
-        if first.prompt.turns and not first.prompt.own and self._continues(first, runs):
+        played = [first.history.pop(run, None) for run in runs]
+        if first.prompt.turns and not first.prompt.own and any(self._next_turn(first, run) for run in runs):
             requests = [replace(requests[0], next_turn="golden")]
         reset_peak(run.device)
         allocated, began, start = peak(run.device), now(model), time.monotonic()
@@ -192,7 +190,7 @@ class Scheduler:
                 raise HistoryError("the answer of an earlier turn failed, so this turn has no history")
             policies = [policy_for(run.run.policy, first.prompt) for run in runs]
             reference = full_cache() if run.task.divergence else None
-            before_it = [] if reference is None else [self._history(first, None)]
+            before_it = [] if reference is None else [first.history.pop(None, None)]
             admitted = self._batch.admit(requests, policies, [*before_it, *played], reference)
         except Exception as error:
             self._fail(error, [(run, one.prompt) for one in items for run in runs])
@@ -210,7 +208,7 @@ class Scheduler:
                 self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed)
                 for key, kept in ((writer, sequence), (None, sequence.reference)):
                     if kept is not None and kept.played is not None and kept.error is None:
-                        self._played[one.conversation, key, one.prompt.sample] = kept.played
+                        self._keep_history(one, key, kept.played)
         in_flight = self._batch.in_flight
         for sequence, flight in self._in_flight.items():
             flight.begin(sequence)
@@ -219,17 +217,18 @@ class Scheduler:
         self._advance(0, f"{counted(in_flight, 'sequence')}, prefill")
 
     # --- conversations ---------------------------------------------------------------------------------------------
-    def _history(self, item: WorkItem, run: RunWriter | None) -> Played | None:
-        """The turns before this one under a run's policy, if they were computed. Histories of others are freed."""
-        self._played = {key: one for key, one in self._played.items() if key[0] == item.conversation}
-        found = self._played.pop((item.conversation, run, item.prompt.sample), None)
-        return found if found is not None and found.feeds < len(item.prompt.turns) else None
+    def _next_turn(self, item: WorkItem, run: RunWriter | None) -> WorkItem | None:
+        """The next turn of a conversation that waits for a run; None: for any."""
+        for one in takewhile(lambda one: one.conversation == item.conversation, self._waiting):
+            later = len(one.prompt.turns) > len(item.prompt.turns) and one.prompt.sample == item.prompt.sample
+            if later and (run is None or run in one.runs):
+                return one
+        return None
 
-    def _continues(self, item: WorkItem, runs: Iterable[RunWriter]) -> bool:
-        """Whether a later turn of the conversation is waiting for one of the runs."""
-        found = takewhile(lambda one: one.conversation == item.conversation, self._waiting)
-        later = [one for one in found if len(one.prompt.turns) > len(item.prompt.turns)]
-        return any(run in one.runs for one in later for run in runs)
+    def _keep_history(self, item: WorkItem, run: RunWriter | None, played: Played) -> None:
+        following = self._next_turn(item, run)
+        if following is not None:
+            following.history[run] = played
 
     # --- decoding --------------------------------------------------------------------------------------------------
     def _step(self) -> None:
@@ -262,7 +261,10 @@ class Scheduler:
             if not flight.run.live:
                 continue
             if error is None or flight.alone or isinstance(error, OWN_ERRORS):
-                self._keep_own_history(flight, sequence)
+                if error is None and sequence.cache is not None and flight.item.prompt.own:
+                    turns, pending = flight.item.prompt.turns, sequence.tokens[sequence.decode_steps :]
+                    again = sum(turns) if flight.run.has(flight.item.index) else 0
+                    self._keep_history(flight.item, flight.run, Played(sequence.cache, len(turns), pending, again))
                 self._deliver(flight.run, flight.item.prompt, partial(_sample, flight, sequence))
             elif isinstance(error, OUT_OF_MEMORY):
                 self._waiting.appendleft(replace(flight.item, runs=[flight.run]))
@@ -270,15 +272,6 @@ class Scheduler:
             else:
                 self._compute_alone_later(flight.run, error)
         self._drop_unwanted()
-
-    def _keep_own_history(self, flight: _InFlight, sequence: LiveSequence) -> None:
-        """Keep the cache of an answer that is part of the history of a later turn."""
-        item, prompt = flight.item, flight.item.prompt
-        if sequence.error is None and sequence.cache is not None and prompt.own and self._continues(item, [flight.run]):
-            pending = sequence.tokens[sequence.decode_steps :]
-            again = sum(prompt.turns) if flight.run.has(prompt.example.index) else 0
-            played = Played(sequence.cache, len(prompt.turns), pending, again)
-            self._played[item.conversation, flight.run, prompt.sample] = played
 
     def _deliver(self, run: RunWriter, prompt: Prompt, compute: Callable[[], Sample]) -> None:
         """Write the sample of an example, or end its run by an error that is not one of the example."""
