@@ -76,6 +76,7 @@ def test_full_is_transformers_own_attention_and_text(family: str) -> None:
         ("tova", {}, BUDGET),
         ("caote_h2o", {"block": 8}, BUDGET),
         ("kivi", {"group": 4, "residual": 8}, 45 + NEW - 1),
+        ("turboquant", {}, 45 + NEW - 1),
         ("quest", {"reader.page": 8}, 45 + NEW - 1),
     ],
 )

@@ -11,8 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kv_crafted import Crafted, drawn, rankings
 from kv_examples import ALPHA, BLOCKWISE, CALLS, CANDIDATES, FIVE_VALUES, OUTPUTS, SECOND_ALPHA, Blockwise, crafted
+from kv_models import prompt, tiny
 from kv_oracle import Rules
-from kv_runs import policy_for
+from kv_runs import policy_for, run_greedy
 from torch import Tensor
 
 from kvbench import make_policy
@@ -167,3 +168,12 @@ def errors(wrapper: Caote, alpha: Tensor, values: Tensor) -> Tensor:
 def test_a_weight_that_rounds_to_one_gives_a_finite_score() -> None:
     got = errors(FastCaote(), torch.tensor([1.0, 0.0]), torch.tensor([[2.0, 0.0], [0.0, 0.0]]))
     assert got.tolist() == [pytest.approx(1e6, rel=1e-5), 0.0]  # 1 / 1e-6 times the distance 1 from the mean
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("slug", ["caote_random", "fastcaote_vase"])
+def test_scores_of_another_dtype_than_the_values_are_weighed(slug: str, dtype: torch.dtype) -> None:
+    """Random scores are float64, those of VaSE float32."""
+    fields = {"window": 6} if "vase" in slug else {}
+    run = run_greedy(tiny(dtype=dtype), [prompt(40)], make_policy(slug, 24, schedule="prompt", **fields), 1)
+    assert [len(head) for layer in run.of_row(0)[0] for head in layer] == [24] * 4
