@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.tiles import INTERPRETED, View, jit, next_power_of_two, tl
+from kvbench.kernels.devices import converts_float8, runs_assembly
+from kvbench.kernels.tiles import View, jit, next_power_of_two, tl
 
 
 class Format(NamedTuple):
@@ -57,7 +58,6 @@ class Coded(NamedTuple):
         """The constants of a kernel."""
         group = 0 if self.scale is None else min(self.format.group, self.dim)
         whole = max(16, next_power_of_two(self.dim))
-        native = self.codes.is_cuda and torch.cuda.get_device_capability(self.codes.device) >= (8, 9)
         return CodeLayout(
             KIND=self.format.kind,
             BITS=self.format.bits,
@@ -67,8 +67,8 @@ class Coded(NamedTuple):
             BYTES=self.codes.shape[-1],
             SCALES=0 if self.scale is None else self.scale.shape[-1],
             E4M3_SCALES=self.scale is not None and self.scale.dtype == torch.uint8,
-            NATIVE=native and not INTERPRETED,
-            PERMUTE=PERMUTE if self.format.kind == "table" and self.format.bits <= 4 and not INTERPRETED else None,
+            NATIVE=converts_float8(self.codes),
+            PERMUTE=PERMUTE if self.format.kind == "table" and self.format.bits <= 4 and runs_assembly() else None,
         )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.kernels.devices import multipliable, programs_at_once, use_triton
 from kvbench.kernels.join import join
 from kvbench.kernels.references import Attention, NewTokens, append, decode_attention_flat_ref, decode_attention_ref
 from kvbench.kernels.tiles import (
@@ -34,11 +35,9 @@ from kvbench.kernels.tiles import (
     in_sight,
     jit,
     logits_of,
-    multipliable,
     next_power_of_two,
     of_head,
     parts_of,
-    programs_at_once,
     require_triton,
     rule_of,
     segment,
@@ -46,7 +45,6 @@ from kvbench.kernels.tiles import (
     store_part,
     tile,
     tl,
-    use_triton,
     view,
     with_sinks,
 )
@@ -229,7 +227,7 @@ def _launch(
         q_pos = View(positions[0], positions[0].stride(0), 0, positions[0].stride(1))
         k_pos = View(positions[1], *flat, *positions[1].stride())
     k, v = (View(x, *flat, *x.stride()) for x in (keys, values))
-    bias_view = None if bias is None else view(bias)
+    bias_view = None if bias is None else View(bias, *flat, *bias.stride())
     token: tuple[object, ...] = (None, None, None)
     if new_tokens is not None:
         token = view(new_tokens.keys), view(new_tokens.values), new_tokens.slots
@@ -312,26 +310,28 @@ def decode_attention_flat(
     weights: bool = False,
     sums: Tensor | None = None,
     new_tokens: NewTokens | None = None,
+    bias: Tensor | None = None,
     programs: int | None = None,
 ) -> Attention:
     """`decode_attention` over segments of flat tensors: one segment for each KV head of every sequence.
 
-    keys [N,D], values [N,D_v] and key_positions [N]; segment (b, h) is slots starts[b,h] to starts[b,h] + counts[b,h].
-    starts, counts [B,H_kv] are read on the device, so that a CUDA graph follows their changes; most bounds every count.
-    Weights are padded to [B,H_kv,G,M,most]; sums are flat, [N,G or 1]. new_tokens: keys and values that are written
-    into their segments first.
+    keys [N,D], values [N,D_v], key_positions and bias [N]; segment (b, h) is slots starts[b,h] to starts[b,h] +
+    counts[b,h]. starts, counts [B,H_kv] are read on the device, so that a CUDA graph follows their changes; most bounds
+    every count. Weights are padded to [B,H_kv,G,M,most]; sums are flat, [N,G or 1]. new_tokens: keys and values that
+    are written into their segments first.
     """
-    if new_tokens is not None and not keys.is_cuda and keys.dtype == torch.bfloat16:
-        stored, new = {"keys": keys, "values": values}, {"keys": new_tokens.keys, "values": new_tokens.values}
-        append(stored, new, starts, new_tokens.slots)  # the interpreter computes on copies
-        new_tokens = None
     if not use_triton(queries):
         return decode_attention_flat_ref(
             queries, keys, values, query_positions, key_positions, starts, counts, most, scaling, softcap,
-            sliding_window, sinks, weights, sums, new_tokens,
+            sliding_window, sinks, weights, sums, new_tokens, bias,
         )  # fmt: skip
+    if new_tokens is not None and multipliable(keys)[0] is not keys:  # the interpreter computes on copies
+        stored, new = {"keys": keys, "values": values}, {"keys": new_tokens.keys, "values": new_tokens.values}
+        append(stored, new, starts, new_tokens.slots)
+        new_tokens = None
     segments, positions = (starts.contiguous(), counts.contiguous()), (query_positions, key_positions)
     how = scaling, softcap, sliding_window, sinks
     return _launch(
-        queries, keys, values, positions, segments, starts.shape[1], most, how, weights, sums, programs, new_tokens
-    )
+        queries, keys, values, positions, segments, starts.shape[1], most, how, weights, sums, programs, new_tokens,
+        bias,
+    )  # fmt: skip

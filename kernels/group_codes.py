@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvbench.kernels.code_formats import nearest
 from kvbench.kernels.decode import SLOTS_A_PART
+from kvbench.kernels.devices import multipliable, programs_at_once
 from kvbench.kernels.group_formats import Codes, Form, channels, coded, layout, places, tiles
 from kvbench.kernels.join import join
 from kvbench.kernels.references import NewTokens
@@ -33,11 +34,9 @@ from kvbench.kernels.tiles import (
     fit_heads,
     in_sight,
     jit,
-    multipliable,
     next_power_of_two,
     parts_of,
     product_of,
-    programs_at_once,
     require_triton,
     rule_of,
     slots_of_a_part,

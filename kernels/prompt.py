@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from kvbench.kernels.devices import numbers_at_once, on_gpu
 from kvbench.kernels.references import (
     LOGITS_AT_ONCE,
-    LOGITS_AT_ONCE_GPU,
     NOWHERE,
     Attention,
     attention_logits,
@@ -235,7 +235,7 @@ def flex_prompt_attention(
     def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    attend: Any = compiled_flex() if q.is_cuda else flex_attention
+    attend: Any = compiled_flex() if on_gpu(q.device) else flex_attention
     out, aux = attend(
         q, k, v, score_mod=None if softcap is None else capped, block_mask=mask, scale=scaling, enable_gqa=group > 1,
         return_aux=AuxRequest(lse=True),
@@ -276,14 +276,14 @@ def prompt_attention(
     call, dim = (scaling, softcap, sliding_window, sinks), queries.shape[-1]
     inside = sliding_window is None or sliding_window >= keys.shape[2]
     plain = aligned and inside and softcap is None and sinks is None
-    if plain and queries.is_cuda and queries.dtype != torch.float64:
+    if plain and on_gpu(queries.device) and queries.dtype != torch.float64:
         out = _library_attention(queries, keys, values, scaling)
         if out is not None:
             return out
-    if queries.is_cuda and queries.element_size() == 2 and min(dim, values.shape[-1]) >= SMALLEST_FLEX_HEAD:
+    if on_gpu(queries.device) and queries.element_size() == 2 and min(dim, values.shape[-1]) >= SMALLEST_FLEX_HEAD:
         return flex_prompt_attention(queries, keys, values, query_positions, key_positions, *call, aligned)
-    most = LOGITS_AT_ONCE_GPU if queries.is_cuda else LOGITS_AT_ONCE
-    at_once = max(1, most // (queries.shape[0] * queries.shape[1] * keys.shape[2]))
+    pairs = queries.shape[0] * queries.shape[1] * keys.shape[2]
+    at_once = max(1, numbers_at_once(queries, LOGITS_AT_ONCE) // pairs)
     parts = zip(queries.split(at_once, 2), query_positions.split(at_once, 1), strict=True)
     some = [prompt_attention_ref(q, keys, values, at, key_positions, *call) for q, at in parts]
     return Attention(torch.cat([part.out for part in some], 2), torch.cat([part.log_sum_exp for part in some], 2))

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.decode import decode_attention
+from kvbench.kernels.devices import LITTLE, shared_memory, use_triton
 from kvbench.kernels.prompt import prompt_attention
 from kvbench.kernels.references import FEW_QUERIES, Attended, attention_rows, softmax_blocks, widen
 from kvbench.kernels.tiles import (
-    LITTLE,
     Pointers,
     Rule,
     View,
@@ -33,11 +33,9 @@ from kvbench.kernels.tiles import (
     query_places,
     rule_of,
     same_dtype,
-    shared_memory,
     slot_places,
     tile,
     tl,
-    use_triton,
     view,
 )
 
@@ -255,7 +253,7 @@ def column_sums(
     call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
     if log_sum_exp is None and attended is None and queries.shape[2] <= FEW_QUERIES:
         return attention_rows(*call, sinks, bias).sum(-2)
-    if attended is None and bias is None and use_triton(queries) and use_triton(keys):
+    if attended is None and bias is None and use_triton(queries, keys):
         return _sum_over_queries(*call[:4], call[4:], log_sum_exp, aligned, sinks, moments=False)[0]
     batch, heads, slots = key_positions.shape
     total = widen(keys.new_empty(0)).new_zeros(batch, heads, queries.shape[1] // heads, slots)
@@ -284,7 +282,7 @@ def attention_moments(
     if queries.shape[2] <= FEW_QUERIES and attended is None and log_sum_exp is None:
         mean = attention_rows(*call, sinks, bias).mean(2)  # [B,H_kv,M,T]
         return Moments(mean.sum(-2), mean.square().sum(-2))
-    if attended is None and bias is None and use_triton(queries) and use_triton(keys):
+    if attended is None and bias is None and use_triton(queries, keys):
         return Moments(*_sum_over_queries(*call[:4], call[4:], log_sum_exp, aligned, sinks, moments=True))
     sums, squares = widen(keys.new_empty(0)).new_zeros(2, *key_positions.shape)
     for reached, weights, inverse in softmax_blocks(*call, attended, sinks, bias):
@@ -295,6 +293,11 @@ def attention_moments(
         sums[..., reached] += mean.sum(-2)
         squares[..., reached] += mean.square_().sum(-2)
     return Moments(sums, squares)
+
+
+def computes_window(queries: Tensor, keys: Tensor, window: int) -> bool:
+    """Whether a kernel computes `window_statistics` of this many queries, without rows in memory."""
+    return 1 < window <= MOST_QUERIES and use_triton(queries, keys)
 
 
 @torch.no_grad()
@@ -318,7 +321,7 @@ def window_statistics(
     CUDA: Triton, windows of at most 128 queries, no rows in memory; ValueError without Triton. CPU: softmax rows.
     """
     rule = scaling, softcap, sliding_window
-    if not (use_triton(queries) and use_triton(keys)):
+    if not use_triton(queries, keys):
         rows = attention_rows(queries, keys, query_positions, key_positions, *rule, sinks)
         return WindowStatistics(rows.sum(-2), variance(rows), entropy(rows))
     queries, keys = same_dtype("window_statistics", queries, keys)

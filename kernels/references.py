@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.kernels.devices import numbers_at_once, on_host
+
 LOG2E = math.log2(math.e)
 FAR = 2.0**100  # so far below other logits that its exponential is exactly 0, even for a distance of one token
 NEVER = 2**24  # an empty slot's position: the first whole number that float32 cannot distinguish from the next
@@ -25,7 +27,6 @@ FEW_QUERIES = 8  # up to this size, rows cost less than the administration of bl
 LOGITS_AT_ONCE = 2**22  # CPU: 16 MiB of float32; smaller blocks start threads too often, larger ones exceed the cache
 QUERIES_AT_ONCE = 128  # CPU: a block extends to its last query, so that large blocks compute masked logits
 NO_SHIFT = 100.0  # smaller logits (base 2, absolute) need no row maximum: float32 can represent the sum of their powers
-LOGITS_AT_ONCE_GPU = 2**26  # 256 MiB, enough work for one launch; not measured
 
 
 class Attention(NamedTuple):
@@ -206,7 +207,7 @@ def _workspace(like: Tensor, size: int) -> Tensor:
     A CPU's allocator may return memory to the system after every layer, and page faults then cost as much as the
     sums. A buffer has at most LOGITS_AT_ONCE numbers per thread.
     """
-    if like.device.type != "cpu" or size > LOGITS_AT_ONCE:
+    if not on_host(like) or size > LOGITS_AT_ONCE:
         return like.new_empty(size)
     if _kept.buffer is None or _kept.buffer.dtype != like.dtype or len(_kept.buffer) < size:
         with torch.inference_mode(False):  # otherwise it could not be written outside of inference mode
@@ -296,8 +297,7 @@ def softmax_blocks(
     heads, slots = keys.shape[1:3]
     transposed = widen(keys).transpose(-1, -2)
     scale = scaling * LOG2E if softcap is None else scaling / softcap
-    on_cpu = queries.device.type == "cpu"
-    most, longest = (LOGITS_AT_ONCE, QUERIES_AT_ONCE) if on_cpu else (LOGITS_AT_ONCE_GPU, new)
+    most, longest = (numbers_at_once(queries, number) for number in (LOGITS_AT_ONCE, QUERIES_AT_ONCE))
     at_once = min(new, longest, max(FEW_QUERIES, most // (batch * query_heads * slots)))
     buffer = _workspace(transposed, batch * query_heads * at_once * slots)
     small = bias is None and _all_small(queries, transposed, scale, softcap, sinks)
@@ -371,7 +371,7 @@ def decode_attention_flat_ref(
     queries: Tensor, keys: Tensor, values: Tensor, query_positions: Tensor, key_positions: Tensor, starts: Tensor,
     counts: Tensor, most: int, scaling: float, softcap: float | None = None, sliding_window: int | None = None,
     sinks: Tensor | None = None, weights: bool = False, sums: Tensor | None = None,
-    new_tokens: NewTokens | None = None,
+    new_tokens: NewTokens | None = None, bias: Tensor | None = None,
 ) -> Attention:  # fmt: skip
     """The definition: segments padded to the longest. Arguments and result as in `decode_attention_flat`."""
     if new_tokens is not None:
@@ -384,7 +384,7 @@ def decode_attention_flat_ref(
     own = None if sums is None else sums.new_zeros(*slots.shape, sums.shape[-1])  # 0 beyond a segment's end
     found = decode_attention_ref(
         queries, keys[slots], values[slots], query_positions, positions, scaling, softcap, sliding_window, sinks,
-        weights=weights, sums=own,
+        weights=weights, sums=own, bias=None if bias is None else bias[slots],
     )  # fmt: skip
     if sums is not None and own is not None:
         sums.index_put_((slots,), own, accumulate=True)

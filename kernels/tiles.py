@@ -8,14 +8,13 @@ in base 2, softmax(x) = exp2(x log2(e) - lse log2(e)), because GPUs have exp2 in
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvbench.kernels.devices import multipliable
 from kvbench.kernels.references import LOG2E
 
 try:
@@ -27,7 +26,6 @@ except ImportError:
 __all__ = ["tl", "triton"]  # re-exported
 
 LARGEST_HEAD = 256
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class View(NamedTuple):
@@ -48,16 +46,6 @@ def view(x: Tensor) -> View:
 def rows(x: Tensor) -> View:
     """x, or a copy with a contiguous last dimension."""
     return view(x if x.stride(-1) == 1 else x.contiguous())
-
-
-def use_triton(x: Tensor) -> bool:
-    """Whether Triton is used: for CUDA tensors, and for all tensors if it is interpreted, except float64."""
-    return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
-
-
-def decodes(queries: Tensor) -> bool:
-    """Whether a step of queries [B,H_q,M,D] is computed by the kernel: one query, on a GPU, without gradients."""
-    return queries.shape[2] == 1 and use_triton(queries) and not (torch.is_grad_enabled() and queries.requires_grad)
 
 
 def jit(function: Callable[..., Any], varying: Sequence[str] = ()) -> Any:  # noqa: ANN401
@@ -332,12 +320,6 @@ def parts_of(like: Tensor, parts: int, heads: int, value_dim: int) -> tuple[Tens
     return out, like.new_empty(shape, dtype=torch.float32)
 
 
-@lru_cache(maxsize=64)
-def programs_at_once(device: torch.device) -> int:
-    """The number of programs that a device runs at once: two per SM, given their shared memory; few if interpreted."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
 def slots_of_a_part(heads: int, slots: int, block: int, programs: int, most: int | None = None) -> int:
     """Slots of one program, a multiple of `block`, so that about `programs` programs cover `heads` of `slots` each."""
     even = -(-heads * slots // (programs * block)) * block
@@ -354,12 +336,6 @@ def same_dtype(kernel: str, queries: Tensor, *others: Tensor) -> tuple[Tensor, .
     if dtype == torch.float64:
         raise ValueError(f"{kernel} computes in float32 and takes no float64 tensors: use the PyTorch path")
     return multipliable(*(x.to(dtype) for x in (queries, *others)))
-
-
-def multipliable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of one dtype whose values kernels multiply: Triton's interpreter takes the bit patterns of bfloat16."""
-    interpreted = tensors[0].dtype == torch.bfloat16 and not tensors[0].is_cuda
-    return tuple(x.float() for x in tensors) if interpreted else tensors
 
 
 class Dims(NamedTuple):
@@ -380,14 +356,3 @@ def dims_of(dim: int, dtype: torch.dtype) -> Dims:
     if dtype == torch.float32:
         return Dims(dim, max(32, whole), 32)
     return Dims(dim, whole, whole)
-
-
-LITTLE = 99 * 1024  # bytes of shared memory that a block can have on any GPU since 2020
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a block can have on this device."""
-    if device.type != "cuda":
-        return LITTLE
-    known = torch.cuda.get_device_properties(device)  # cached by PyTorch
-    return int(getattr(known, "shared_memory_per_block_optin", LITTLE))

@@ -7,6 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvbench.kernels.devices import on_gpu, on_host
+
 _RECORDED: dict[int, Tensor] = {}
 """Constants whose addresses are in recorded CUDA graphs, so that they are never freed."""
 
@@ -15,7 +17,7 @@ def on_device(numbers: tuple[int, ...] | tuple[bool, ...], device: torch.device)
     """Whole numbers or flags as a cached tensor [n], int64 or bool. Do not modify it in place."""
     flags = all(isinstance(number, bool) for number in numbers)
     found = _constant(numbers, torch.bool if flags else torch.int64, device)
-    if found.is_cuda and torch.cuda.is_current_stream_capturing():
+    if on_gpu(device) and torch.cuda.is_current_stream_capturing():
         _RECORDED[id(found)] = found
     return found
 
@@ -24,13 +26,8 @@ def changing(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Whole numbers that differ from step to step as a tensor [n], int64."""
     if len(set(numbers)) == 1:
         return torch.full((len(numbers),), numbers[0], device=device)
-    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=on_gpu(device))
     return pinned.to(device, non_blocking=True)
-
-
-def on_host(x: Tensor) -> bool:
-    """Whether x is in host memory, so that reading its elements needs no synchronisation."""
-    return x.device.type == "cpu"
 
 
 def is_checked(tokens: Tensor) -> bool:
@@ -54,7 +51,7 @@ class OnItsWay:
 
 def on_its_way(x: Tensor) -> OnItsWay:
     """Begin to copy a tensor to the host."""
-    if not x.is_cuda:
+    if not on_gpu(x.device):
         return OnItsWay(x, None)
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
     done = torch.cuda.Event()

@@ -11,17 +11,16 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from kvbench.kernels.query_sums import (
-    MOST_QUERIES,
     Moments,
     attention_moments,
     column_sums,
+    computes_window,
     entropy,
     variance,
     window_largest,
     window_statistics,
 )
 from kvbench.kernels.references import attention_logits, rows_and_sight
-from kvbench.kernels.tiles import use_triton
 from kvbench.policies.model_layer import ModelLayer
 from kvbench.policies.step_info import (
     MOVED,
@@ -158,7 +157,7 @@ class Observation:
         if self.slots.bias is not None:
             return False
         ahead = 0 if self.window is None else self.window.ahead
-        return 1 < window + ahead <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)
+        return computes_window(self.queries, self.keys, window + ahead)
 
     def _by_kernel(self, statistic: Literal["sums", "variance", "entropy"], window: int) -> Tensor:
         """A statistic of the window. The variance and the entropy are computed in one launch with the sums."""

@@ -6,8 +6,8 @@ Shapes: B batch, H KV heads, T slots, N slots of a row.
 import torch
 from torch import Tensor
 
+from kvbench.kernels.selection import LAST
 from kvbench.policies.observation import Observation
-from kvbench.policies.ranking import LAST
 
 
 def groups(labels: Tensor) -> Tensor:

@@ -14,83 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.kernels.selection import kept_slots
-from kvbench.kernels.tiles import use_triton
+from kvbench.kernels.selection import comparable, preference, select
 from kvbench.policies.constants import on_device
 from kvbench.policies.stores.slots import rows_of
-
-LAST = torch.iinfo(torch.int64).max  # sorts after every position
-
-
-def preference(
-    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, in_order: bool = False
-) -> Tensor:
-    """Slots [B,H,T] from the first to keep to the first to evict; empty slots (position -1) are last.
-
-    in_order: no slot is empty and tokens are in order of position, which saves two sorts.
-    """
-    scores, tie_break = _comparable(scores), None if tie_break is None else _comparable(tie_break)
-    if in_order:
-        ranked = scores.masked_fill(protected, torch.inf)
-        if tie_break is None:
-            return ranked.argsort(dim=-1, descending=True, stable=True)
-        order = tie_break.argsort(dim=-1, descending=True, stable=True)
-        return order.gather(-1, ranked.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-    empty = positions < 0
-    order = positions.long().masked_fill(empty, LAST).argsort(dim=-1, stable=True)
-    if tie_break is not None:
-        order = order.gather(-1, tie_break.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-    ranked = scores.masked_fill(protected, torch.inf).masked_fill(empty, -torch.inf)
-    order = order.gather(-1, ranked.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-    # A stored token may itself score -inf or tie with an empty slot; empty slots are still last.
-    return order.gather(-1, empty.gather(-1, order).to(torch.int8).argsort(dim=-1, stable=True))
-
-
-def select(
-    scores: Tensor,
-    tie_break: Tensor | None,
-    positions: Tensor,
-    protected: Tensor,
-    keep: Tensor | int,
-    ascending: bool = False,
-    packed: bool = False,
-) -> Tensor:
-    """The slots to keep: bool [B,H,T], min(keep, tokens stored) per KV head.
-
-    scores, tie_break (optional) [B,H,T]; protected [B,H,T] bool; keep: an int or [B,H] counts. ascending: stored tokens
-    are in order of position; packed: no slot is empty; False means unknown.
-    """
-    in_order = ascending and packed
-    if use_triton(scores):
-        return kept_slots(scores, tie_break, positions, protected, keep)
-    if in_order and scores.is_cpu and not isinstance(keep, Tensor) and 0 < keep < scores.shape[-1]:
-        kept = _select_by_cut(scores, tie_break, protected, keep)
-        if kept is not None:
-            return kept
-    order = preference(scores, tie_break, positions, protected, in_order)
-    ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    chosen = ranks < (keep[..., None] if isinstance(keep, Tensor) else keep)
-    return torch.zeros_like(protected).scatter_(-1, order, chosen) & (positions >= 0)
-
-
-def _select_by_cut(scores: Tensor, tie_break: Tensor | None, protected: Tensor, keep: int) -> Tensor | None:
-    """`select` for tokens in order of position, by a threshold on the scores: a fifth of a sort's time on a CPU.
-
-    None if base scores have to decide between scores equal to the threshold.
-    """
-    ranked = _comparable(scores).masked_fill(protected, torch.inf)
-    cut = ranked.kthvalue(scores.shape[-1] - keep + 1, dim=-1, keepdim=True).values
-    kept = ranked >= cut
-    if bool((kept.sum(-1) == keep).all()):
-        return kept
-    if tie_break is not None:
-        return None
-    above, at_cut = ranked > cut, ranked == cut
-    return above | at_cut & (at_cut.cumsum(-1) <= keep - above.sum(-1, keepdim=True))  # the first of equal scores
-
-
-def _comparable(x: Tensor) -> Tensor:
-    return x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)  # 10x faster than a mask on a CPU
 
 
 def protected(positions: Tensor, seen: Tensor, first: Sequence[int], newest: Sequence[int]) -> Tensor:
@@ -172,7 +98,7 @@ class Ranking:
         """The slot to evict in every KV head, [B,H_kv,1], as `select` but by a few passes instead of sorts."""
         stays = self.protected if self.packed else self.protected | ~self.occupied
         for key in (self.scores,) if self.tie_break is None else (self.scores, self.tie_break):
-            key = _comparable(key)
+            key = comparable(key)
             lowest = key.masked_fill(stays, torch.inf).amin(-1, keepdim=True)
             stays = stays | (key > lowest)
         return self.positions.masked_fill(stays, -1).argmax(-1, keepdim=True)

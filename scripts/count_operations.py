@@ -26,10 +26,10 @@ from kvbench import make_policy
 from kvbench.cache.attend import TorchBackend, TritonBackend
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request, script_of
-from kvbench.kernels import references
+from kvbench.kernels import references, selection
+from kvbench.kernels.devices import LARGE
 from kvbench.policies.mergers import d2o
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores import slots
 from kvbench.results.session import git_revision
 
 LENGTH, BUDGET, BLOCK, LAYERS, PROMPTS = 768, 128, 64, 32, 8
@@ -40,10 +40,10 @@ SWEEP = ["streamingllm", "snapkv", "tova", "h2o", "caote_snapkv", "cake"]
 
 ON_A_GPU = (  # what this device does otherwise
     (TorchBackend, "workspace", TritonBackend.workspace),
-    (references, "LOGITS_AT_ONCE", references.LOGITS_AT_ONCE_GPU),
-    (references, "QUERIES_AT_ONCE", references.LOGITS_AT_ONCE_GPU),
-    (slots, "MANY", 2**62),
-    (d2o, "SIMILARITIES_AT_ONCE", references.LOGITS_AT_ONCE_GPU),
+    (references, "LOGITS_AT_ONCE", LARGE),
+    (references, "QUERIES_AT_ONCE", LARGE),
+    (selection, "MANY", 2**62),
+    (d2o, "SIMILARITIES_AT_ONCE", LARGE),
 )
 
 
@@ -113,7 +113,7 @@ def long_prefill(model: PreTrainedModel, slug: str) -> int:
     """
     long, dim, budget = 8192, 128, 1024
     fits = TritonBackend.workspace * (LENGTH * 4 * 4) // (long * dim * 2)
-    pairs = references.LOGITS_AT_ONCE_GPU * ((LENGTH - BUDGET) * BUDGET) // ((long - budget) * budget)
+    pairs = LARGE * ((LENGTH - BUDGET) * BUDGET) // ((long - budget) * budget)
     with patch.object(TorchBackend, "workspace", fits), patch.object(d2o, "SIMILARITIES_AT_ONCE", pairs):
         return admission(model, [make_policy(slug, BUDGET)])[0]
 

@@ -5,13 +5,15 @@ python scripts/trace_path.py --list         # the files of a token, and the func
 
 A token and a block of a prompt are traced with both backends, PyTorch and interpreted Triton, and the union is counted;
 a run is `kvbench` for one example. Modules and class bodies, which run once at import, are not counted as functions. A
-file counts once one of its functions is entered, with all of its lines. The last line counts files that ask for a
-device.
+file counts once one of its functions is entered, with all of its lines. The last lines count what does not depend on a
+trace: files that ask for a device, by themselves or by `kernels/devices.py`, lines of code, and the members of classes
+that hold tokens: methods, fields and attributes, private ones included.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import io
 import json
@@ -34,7 +36,10 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("kvbench", "policies", "kernels", "tasks", "hydra_plugins", "src")
 PROMPT, BLOCK, TOKENS = 192, 32, 4
-DEVICE = re.compile(r"is_cpu|use_triton|on_host\(|INTERPRETED|is_cuda|\.type == .cuda.")
+DEVICE = re.compile(r"is_cpu|INTERPRETED|is_cuda|\.type [!=]= .(cuda|cpu).")
+BY_NAME = re.compile(r"use_triton|on_host\(|on_gpu\(")
+HOLDING = "kvbench/cache", "kvbench/engine", "policies/stores"
+"""The folders of what holds tokens and feeds them."""
 
 Entered = dict[str, set[str]]
 
@@ -133,10 +138,38 @@ def both(name: str) -> Entered:
     return {path: first.get(path, set()) | second.get(path, set()) for path in first.keys() | second.keys()}
 
 
-def asking() -> int:
-    """Number of files that ask for a device."""
-    files = [path for folder in OURS[:4] for path in (ROOT / folder).rglob("*.py")]
-    return sum(bool(DEVICE.search(path.read_text(encoding="utf-8"))) for path in {path.resolve() for path in files})
+def sources(*folders: str) -> dict[str, str]:
+    """The text of every file of some folders, by path."""
+    files = {path.resolve() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(files)}
+
+
+def members(found: ast.ClassDef) -> int:
+    """Number of methods, fields and attributes of a class, without those of its bases."""
+    names = {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
+    for node in found.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    for node in ast.walk(found):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return len(names)
+
+
+def print_code() -> None:
+    """Print what is counted in the code itself."""
+    texts = sources(*OURS[:4])
+    direct = [path for path, text in texts.items() if DEVICE.search(text)]
+    asking = [path for path, text in texts.items() if DEVICE.search(text) or BY_NAME.search(text)]
+    print(f"files that ask for a device: {len(asking)}, of which by themselves {', '.join(direct)}")
+    lines = {folder: sum(len(text.splitlines()) for text in sources(folder).values()) for folder in HOLDING}
+    print(f"lines: {', '.join(f'{folder} {count}' for folder, count in lines.items())}, together {sum(lines.values())}")
+    trees = [ast.parse(text) for text in (sources(*HOLDING) | sources("policies")).values()]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    largest = sorted(((members(found), found.name) for found in classes), reverse=True)[:5]
+    print(f"members of the largest classes: {', '.join(f'{name} {count}' for count, name in largest)}")
 
 
 def main() -> None:
@@ -151,8 +184,10 @@ def main() -> None:
     found |= {"block": both("block"), "run": run()}
     for title, entered in found.items():
         lines = sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in entered)
-        print(f"{title}: {len(entered)} files, {sum(map(len, entered.values()))} functions, {lines} lines")
-    print(f"files that ask for a device: {asking()}")
+        own = sum(len(text.splitlines()) for path, text in sources("kvbench/cache").items() if path in entered)
+        counts = f"{len(entered)} files, {sum(map(len, entered.values()))} functions, {lines} lines"
+        print(f"{title}: {counts}, of them {own} in kvbench/cache")
+    print_code()
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from torch import Tensor
 from kvbench.cache.attend import backend_of
 from kvbench.cache.layer import Layer
 from kvbench.cache.sequence import CachedSequence
+from kvbench.kernels.selection import take
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.slots import take
 
 RANKED = "scores", "tie_break", "protected", "spared"
 """The tensors of a ranking, beside the positions of the store."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvbench.cache import attend as backends
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.step import Step
+from kvbench.kernels.selection import slots_in_order, spread_index
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction
@@ -22,7 +23,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.paged import PagedStore
 from kvbench.policies.stores.slot_store import SlotStore, rewrite
-from kvbench.policies.stores.slots import rows_of, slots_in_order, spread_index
+from kvbench.policies.stores.slots import rows_of
 from kvbench.policies.stores.store import LayerStore
 
 

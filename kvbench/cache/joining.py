@@ -11,18 +11,18 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.stores.ring_layout import RingLayer
 from kvbench.policies.stores.slot_store import SlotStore
 
-SELDOM = 16  # tokens between two evictions from which on a sequence leaves its table for them, and enters it again
-
 
 def steps_alike(policy: Policy) -> bool:
-    """Whether decoding steps of a policy are equal: each appends a token, and evicts one or none, or `every` seldom."""
+    """Whether decoding steps of a policy are equal: each appends a token, and evicts one, or none.
+
+    A sequence that evicts `every` tokens at once leaves its table for that, and enters it again.
+    """
     schedule = policy.schedule
-    if policy.reader is not None or policy.merger.needs.bias:
+    if policy.reader is not None or not policy.decoding_evicts:
+        return policy.reader is None
+    if policy.needs.hidden or schedule.rerotate:
         return False
-    if not policy.decoding_evicts:
-        return True
-    seldom = schedule.every >= SELDOM and not policy.allocator.per_head
-    return schedule.evicts_last and (seldom or schedule.every == 1) and not (policy.needs.hidden or schedule.rerotate)
+    return schedule.evicts_last and (schedule.every == 1 or not policy.allocator.per_head)
 
 
 def can_record(policy: Policy) -> bool:

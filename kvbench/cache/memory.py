@@ -16,6 +16,7 @@ from kvbench.cache.layer import Layer
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import copy_each
 
+BIAS = "bias", 1  # the bias of slots among statistics, if a merger fitted one
 EMPTY, PADDING, RESERVED = 0, 1, 2  # slots of kernels: always empty, written by padding; the number of them
 
 
@@ -31,7 +32,8 @@ class FlatMemory:
     Layers are numbered among these (`place`); layers: their numbers among all attention layers.
 
     tensors: keys and values, or their codes, of each layer by name, [N,...] or shorter. positions [L,N] int32, -1 =
-    empty; statistics [L,N,G'] by name and G'; weights [L,N,G]: attention of the newest queries, if a policy uses it.
+    empty; statistics, and a bias, [L,N,G'] by name and G'; weights [L,N,G]: attention of the newest queries, if a
+    policy uses it.
     offsets [L,1,1]: of the layers in these tensors. growth: how many times as large new memory is at least. reserved:
     number of slots before those of sequences. version: changes with the addresses. each: tokens that share an entry of
     a tensor, by name; segments start at whole entries.
@@ -97,7 +99,8 @@ class FlatMemory:
             store = slot_store(layer)
             for name, x in store.memory.items():
                 if name not in ("positions", *self.tensors[place]):
-                    self.statistics.setdefault((name, x.shape[-1]), x.new_zeros(*self.positions.shape, x.shape[-1]))
+                    width = _width(store, x)
+                    self.statistics.setdefault((name, width), x.new_zeros(*self.positions.shape, width))
         pairs = []
         for layer in layers:
             before, slots = slot_store(layer), new[layer]
@@ -137,9 +140,14 @@ class FlatMemory:
         for name, x in store.memory.items():
             whole, each = self.tensors[place].get(name), self._each.get(name, 1)
             if whole is None:
-                whole = (self.positions if name == "positions" else self.statistics[name, x.shape[-1]])[place]
+                whole = (self.positions if name == "positions" else self.statistics[name, _width(store, x)])[place]
             memory[name] = whole[slots.start // each : slots.stop // each].view(x.shape)
         layer.store = store.with_memory(memory, store.free)
+
+
+def _width(store: SlotStore, x: Tensor) -> int:
+    """Numbers of a slot in a statistic of a store, or in its bias."""
+    return x.numel() // max(1, store.capacity)
 
 
 def _gap(taken: Sequence[range], slots: int, begin: int) -> range:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from kvbench.kernels.prompt import masked_attention
 from kvbench.kernels.references import visible
+from kvbench.kernels.selection import take
 from kvbench.policies.observation import AttentionParams, State
 from kvbench.policies.policy import Policy, budget_tokens, read_plan
 from kvbench.policies.readers.reader import Reader, Reading, ReadPlan
-from kvbench.policies.stores.slots import take
 from kvbench.policies.stores.store import LayerStore
 
 

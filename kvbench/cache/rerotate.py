@@ -10,9 +10,9 @@ Shapes: B batch, H_kv KV heads, n kept slots of the head with the most.
 import torch
 from torch import Tensor
 
+from kvbench.kernels.selection import take
 from kvbench.policies.mergers.merger import in_order
 from kvbench.policies.observation import MOVED, Observation
-from kvbench.policies.stores.slots import take
 from kvbench.policies.stores.store import LayerStore
 
 

@@ -290,6 +290,7 @@ class CachedSequence:
         complete prompt.
         """
         self.shared.clear()
+        self._places.clear()
         flagged = bool(self.nan_flags) and any(span.phase == "prompt" for span in self.spans)
         self.spans = []
         if self.policy.scorer is not None and self.started and self.table is None:

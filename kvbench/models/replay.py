@@ -2,7 +2,7 @@
 
 import torch
 
-from kvbench.cache.joining import SELDOM, can_record
+from kvbench.cache.joining import can_record
 from kvbench.models.devices import records_steps
 from kvbench.policies.policy import Policy
 
@@ -19,6 +19,5 @@ def check_graph(policy: Policy, device: torch.device) -> None:
     if not can_record(policy):
         raise ValueError(
             "engine.cuda_graph=true needs keys and values per KV head, exact or in codes that kernels read, and steps "
-            f"that attend, then evict one token; {policy.name} does not support it: use engine.cuda_graph=false"
-            f"{f', every=1 or at least {SELDOM}' if 1 < policy.schedule.every < SELDOM else ''}"
+            f"that attend, then evict; {policy.name} does not support it: use engine.cuda_graph=false"
         )

@@ -10,12 +10,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvbench.kernels.selection import preference
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.checks import check_choices, number
 from kvbench.policies.constants import on_device
-from kvbench.policies.ranking import Ranking, preference
+from kvbench.policies.ranking import Ranking
 
 
 def top_over_heads(ranking: Ranking, eligible: Tensor, counts: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.references import attention_logits, visible, widen
+from kvbench.kernels.selection import take
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, in_order
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation
-from kvbench.policies.stores.slots import take
 
 NEVER = 1e-12  # smallest weight of a slot, so that its bias is finite
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.references import widen
+from kvbench.kernels.selection import take
 from kvbench.policies.checks import whole_number
 from kvbench.policies.draws import combined_seed, uniform_draws
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, in_order
 from kvbench.policies.needs import Needs
-from kvbench.policies.stores.slots import take
 
 AT_ONCE = 64  # tokens per triangular system
 

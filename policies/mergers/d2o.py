@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.errors import ConfigError
-from kvbench.kernels.references import LOGITS_AT_ONCE_GPU, widen
+from kvbench.kernels.devices import numbers_at_once
+from kvbench.kernels.references import widen
+from kvbench.kernels.selection import take
 from kvbench.policies.checks import check_choices, number
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, Vectors
 from kvbench.policies.needs import Needs
-from kvbench.policies.stores.slots import padded, spread_index, take
+from kvbench.policies.stores.slots import padded
 
 SIMILARITIES_AT_ONCE = 2**19  # 2 MiB of float32: similarities are computed for some evicted tokens at a time
 GROUP = 64  # kept tokens per group of a maximum
@@ -60,8 +62,7 @@ def unit(vectors: Tensor) -> Tensor:
 
 def pieces(tokens: int, numbers: int, like: Tensor) -> list[slice]:
     """`tokens` in pieces of a bounded size, each token of which takes some numbers."""
-    most = LOGITS_AT_ONCE_GPU if like.is_cuda else SIMILARITIES_AT_ONCE  # small pieces stay in a CPU's cache
-    size = max(1, most // numbers)
+    size = max(1, numbers_at_once(like, SIMILARITIES_AT_ONCE) // numbers)
     return [slice(first, min(first + size, tokens)) for first in range(0, tokens, size)]
 
 
@@ -135,9 +136,6 @@ def sums_at(
     for here in pieces(found.shape[-1], shape[0] * shape[1] * sum(widths), mass):
         places, factor = found[..., here], gain[..., here, None]
         new = torch.cat([mass[..., here, None], *(factor * pair.gone(here) for pair in pairs)], -1)
-        if not new.is_cuda:
-            total.scatter_add_(2, spread_index(places, new), new)
-            continue
         heads = torch.arange(0, shape.numel(), shape[2], device=new.device).view(*shape[:2], 1)
         rows = (heads + places).flatten()
         total.flatten(0, 2).index_put_((rows,), new.flatten(0, 2), accumulate=True)  # sorts first, unlike scatter_add_

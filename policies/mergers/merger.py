@@ -11,10 +11,11 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from kvbench.kernels.selection import partitioned, take
 from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Memory, Observation, Phase, State
-from kvbench.policies.stores.slots import padded, partitioned, take
+from kvbench.policies.stores.slots import padded
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.references import widen
+from kvbench.kernels.selection import take
 from kvbench.policies.checks import check_choices, whole_number
 from kvbench.policies.mergers.merger import in_order
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.stores.slots import take
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.kernels.selection import select
 from kvbench.policies.checks import check_choices, number, whole_number
 from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.ranking import select
 from kvbench.policies.scorers.pooling import check_kernel, smooth
 from kvbench.policies.scorers.scorer import Scorer, group_mean
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.references import widen
+from kvbench.kernels.selection import take
 from kvbench.policies.checks import whole_number
 from kvbench.policies.mergers.merger import in_order
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.stores.slots import take
 
 
 @dataclass(frozen=True)

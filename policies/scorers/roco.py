@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.kernels.selection import select
 from kvbench.policies.checks import number, whole_number
-from kvbench.policies.constants import on_device, on_host
+from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.ranking import select
 from kvbench.policies.scorers.scorer import Scorer
 
 
@@ -23,11 +23,6 @@ def mean_and_deviation(sums: Tensor, squares: Tensor, count: Tensor) -> tuple[Te
 
 def largest(values: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
     """The counts [B,H_kv] largest of the values >= 0 at positions >= 0, both [B,H_kv,T]; ties: the lower position."""
-    if on_host(values) and 0 < (count := int(counts.max())) <= values.shape[-1] and bool((counts == count).all()):
-        among = values.masked_fill(positions < 0, -1.0)
-        chosen = among >= among.topk(count, dim=-1).values[..., -1:].clamp(min=0)
-        if bool((chosen.sum(-1) == count).all()):  # no tie at the edge: no need to sort by position
-            return chosen
     return select(values, None, positions, torch.zeros_like(positions, dtype=torch.bool), counts)
 
 

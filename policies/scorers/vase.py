@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import attention_logits, widen
+from kvbench.kernels.selection import LAST
 from kvbench.policies.checks import check_choices, choice, number, whole_number
 from kvbench.policies.constants import on_device
 from kvbench.policies.draws import combined_seed, uniform_draws
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.ranking import LAST
 from kvbench.policies.scorers.pooling import check_kernel, smooth
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.windows import attention_before

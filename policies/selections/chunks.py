@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvbench.kernels.selection import LAST
 from kvbench.policies.checks import check_choices, whole_number
 from kvbench.policies.positions import group_sums
-from kvbench.policies.ranking import LAST, Ranking
+from kvbench.policies.ranking import Ranking
 from kvbench.policies.selections.selection import Selection
 
 

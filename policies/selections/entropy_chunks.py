@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
+from kvbench.kernels.selection import LAST
 from kvbench.policies.checks import whole_number
 from kvbench.policies.positions import group_sums, groups
-from kvbench.policies.ranking import LAST, Ranking
+from kvbench.policies.ranking import Ranking
 from kvbench.policies.selections.selection import Selection
 
 EPSILON = 1e-8

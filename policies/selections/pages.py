@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import counted
+from kvbench.kernels.selection import LAST
 from kvbench.policies.checks import check_choices, whole_number
-from kvbench.policies.ranking import LAST, Ranking
+from kvbench.policies.ranking import Ranking
 from kvbench.policies.selections.selection import Selection
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvbench.kernels.selection import LAST
 from kvbench.policies.checks import whole_number
-from kvbench.policies.ranking import LAST, Ranking
+from kvbench.policies.ranking import Ranking
 from kvbench.policies.selections.selection import Selection
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.kernels.devices import numbers_at_once
 from kvbench.kernels.references import softmax_rows, widen
 from kvbench.policies.observation import AttentionParams
 
@@ -28,16 +29,16 @@ class Outliers(NamedTuple):
 AT_ONCE = 2**12  # slots, over all KV heads, on a CPU: 2 MB of float32 for heads of 128 numbers
 
 
-def blocks(tokens: int, heads: int, unit: int, device: torch.device) -> Iterator[slice]:
-    """Tokens that are dequantised at once: multiples of `unit`, all at once on a GPU."""
-    size = max(AT_ONCE // heads // unit, 1) * unit if device.type == "cpu" else max(tokens, 1)
+def blocks(tokens: int, like: Tensor, unit: int) -> Iterator[slice]:
+    """Tokens that are dequantised at once for queries like [B,H,...]: multiples of `unit`, all at once on a GPU."""
+    size = max(numbers_at_once(like, AT_ONCE) // like.shape[1] // unit, 1) * unit
     return (slice(first, min(first + size, tokens)) for first in range(0, tokens, size))
 
 
 def scores_by_block(rows: Tensor, tokens: int, block: Callable[[slice], Tensor], unit: int = 1) -> Tensor:
     """Products [B,H,r,C] of query rows [B,H,r,D] with C tokens; block: some of them, dequantised, [B,H,m,n,D]."""
     found = []
-    for some in blocks(tokens, rows.shape[1], unit, rows.device):
+    for some in blocks(tokens, rows, unit):
         products = rows[:, :, None] @ block(some).to(rows.dtype).mT  # [B,H,m,r,n]
         found.append(products.transpose(2, 3).flatten(3))
     return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
@@ -46,7 +47,7 @@ def scores_by_block(rows: Tensor, tokens: int, block: Callable[[slice], Tensor],
 def weighted_by_block(weights: Tensor, block: Callable[[slice], Tensor], unit: int = 1) -> Tensor:
     """Sums [B,H,r,D] of C tokens with weights [B,H,r,C]; block: some of them, dequantised, [B,H,m,n,D]."""
     sums = []
-    for some in blocks(weights.shape[3], weights.shape[1], unit, weights.device):
+    for some in blocks(weights.shape[3], weights, unit):
         x = block(some).to(weights.dtype)
         products = weights[..., some].unflatten(3, x.shape[2:4]).transpose(2, 3) @ x  # [B,H,m,r,D]
         sums.append(products.sum(2))

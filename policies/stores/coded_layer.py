@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.references import widen
+from kvbench.kernels.selection import take
 from kvbench.policies.observation import AttentionParams, Memory, Observation, SlotInfo, State
 from kvbench.policies.stores.code_attention import attend_to_codes, cover, scores_by_block, weighted_by_block
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.slot_store import SIDES, SlotStore
-from kvbench.policies.stores.slots import GROWTH, padded, take
+from kvbench.policies.stores.slots import GROWTH, padded
 from kvbench.policies.stores.store import Sizes
 
 LAST = torch.iinfo(torch.int32).max

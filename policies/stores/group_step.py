@@ -13,10 +13,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kvbench.kernels.devices import decodes
 from kvbench.kernels.group_codes import FlatCodes, Ring, append_groups, decode_groups
 from kvbench.kernels.group_formats import Form
 from kvbench.kernels.references import NewTokens, decode_attention_ref, widen
-from kvbench.kernels.tiles import decodes
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.slot_store import SIDES

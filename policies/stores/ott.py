@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.references import widen
+from kvbench.kernels.selection import take
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.observation import Memory
@@ -18,7 +19,6 @@ from kvbench.policies.stores.code_attention import Outliers
 from kvbench.policies.stores.coding import Grouped
 from kvbench.policies.stores.kivi import KiviCodes
 from kvbench.policies.stores.quantiser import NOT_FINITE
-from kvbench.policies.stores.slots import take
 
 POOLS = "pool keys", "pool values", "pool slots", "frozen"
 

@@ -155,7 +155,8 @@ class RaggedLayer(SlotStore):
             self._packed = bool((self.memory["positions"] >= 0).all())
 
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
-        if self.starts is None or self.counts is None or queries.shape[2] > 1 or "bias" in self.memory:
+        if self.starts is None or self.counts is None or queries.shape[2] > 1:
             return None
         stored = self.memory["keys"], self.memory["values"], positions, self.memory["positions"]
-        return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *how.for_kernels).out
+        call = queries, *stored, self.starts, self.counts, self.used
+        return decode_attention_flat(*call, *how.for_kernels, bias=self.memory.get("bias")).out

@@ -15,19 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.references import widen
+from kvbench.kernels.selection import extremes, partitioned, slots_in_order, spread_index, take
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import SlotInfo, State
-from kvbench.policies.stores.slots import (
-    GROWTH,
-    copy_each,
-    extremes,
-    owned,
-    partitioned,
-    slots_in_order,
-    spread_index,
-    take,
-    writable,
-)
+from kvbench.policies.stores.slots import GROWTH, copy_each, owned, writable
 from kvbench.policies.stores.store import LayerStore, Sizes
 
 SIDES = ("keys", "values")
@@ -100,7 +91,7 @@ class SlotStore(LayerStore):
     def step_format(self) -> tuple[object, ...] | None:
         """Layers of equal formats take their decoding steps in one table; None: this one cannot."""
         dims = self.memory["keys"].shape[-1], self.memory["values"].shape[-1]
-        return None if "bias" in self.memory else ("dense", *dims)
+        return "dense", *dims, "bias" in self.memory
 
     @property
     def keys(self) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.code_formats import Coded, fits
+from kvbench.kernels.devices import decodes
 from kvbench.kernels.references import NewTokens, append, decode_attention_flat_ref, widen
-from kvbench.kernels.tiles import decodes
 from kvbench.kernels.token_codes import append_codes, decode_codes
 from kvbench.policies.constants import is_checked
 from kvbench.policies.observation import AttentionParams

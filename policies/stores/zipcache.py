@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
+from kvbench.kernels.selection import take
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Memory, Observation, State
 from kvbench.policies.stores.coding import Grouped
 from kvbench.policies.stores.kivi import GroupCodec
 from kvbench.policies.stores.quantiser import Quantiser, joined, pack, parted, unpack
-from kvbench.policies.stores.slots import take
 
 SALIENCY = "zipcache_saliency"
 PROBING = "probes"

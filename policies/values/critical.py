@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.references import widen
+from kvbench.kernels.selection import select
 from kvbench.policies.checks import number
 from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.ranking import select
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.values.value import ValueAware
 from kvbench.policies.windows import window_length

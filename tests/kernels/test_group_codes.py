@@ -11,9 +11,9 @@ from kernel_interpreted import Interpreter, mostly_slow
 from torch import Tensor
 
 from kvbench.kernels import group_codes
+from kvbench.kernels.devices import programs_at_once
 from kvbench.kernels.group_codes import Ring
 from kvbench.kernels.references import NewTokens
-from kvbench.kernels.tiles import programs_at_once
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.group_step import form_of, group_step, group_step_ref

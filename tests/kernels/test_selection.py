@@ -8,8 +8,8 @@ import pytest
 import torch
 from kernel_interpreted import Interpreter
 
+from kvbench.kernels import selection
 from kvbench.kernels.selection import kept_slots
-from kvbench.policies import ranking
 
 
 def case(seed: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | int, bool]:
@@ -39,8 +39,8 @@ def kept(seed: int, device: str = "cpu") -> torch.Tensor:
 
 def by_sorting(seed: int) -> torch.Tensor:
     *keys, in_order = case(seed)
-    with patch.object(ranking, "use_triton", lambda x: False):
-        return ranking.select(*keys, in_order, in_order)
+    with patch.object(selection, "use_triton", lambda x: False):
+        return selection.select(*keys, in_order, in_order)
 
 
 def test_interpreted_selection_equals_sorting(interpret: Interpreter) -> None:

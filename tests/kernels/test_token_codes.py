@@ -12,8 +12,8 @@ from kernel_interpreted import Interpreter, mostly_slow
 from torch import Tensor
 
 from kvbench.kernels import token_codes
+from kvbench.kernels.devices import programs_at_once
 from kvbench.kernels.references import NewTokens
-from kvbench.kernels.tiles import programs_at_once
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.codec import Codec
 from kvbench.policies.stores.per_token import Fp8, Fp8PerTokenHead, Int4, Int8, Nvfp4

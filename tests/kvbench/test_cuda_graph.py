@@ -58,8 +58,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
         monkeypatch.setattr(torch.cuda, "graph", record)
         monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
-        for part in ("scorers.roco", "constants"):
-            monkeypatch.setattr(f"kvbench.policies.{part}.on_host", lambda x: False)
+        monkeypatch.setattr("kvbench.policies.constants.on_host", lambda x: False)
     replay, recorded = torch.cuda.CUDAGraph.replay, Recorder._record
 
     def counted(graph: Any) -> None:
@@ -124,10 +123,7 @@ def test_groups_that_are_encoded_between_two_steps_do_not_end_the_recording(slug
     assert counts.replays >= 37
 
 
-def test_steps_between_two_evictions_of_several_tokens_are_replayed(
-    counts: Counts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvbench.cache.joining.SELDOM", 6)
+def test_steps_between_two_evictions_of_several_tokens_are_replayed(counts: Counts) -> None:
     policies, found = (
         [policy_of("h2o"), *(policy_of(slug, decode="evict", every=6) for slug in ("h2o", "snapkv", "knorm"))],
         [],
@@ -309,8 +305,8 @@ def test_a_scorer_that_waits_for_the_device_is_called_in_steps_that_are_not_reco
     ("slug", "device", "sentence"),
     [
         ("h2o", "cpu", "engine.cuda_graph=true needs a CUDA device, got device=cpu"),
-        ("gear", "cuda", "that attend, then evict one token; gear does not support it"),
-        ("sirllm", "cuda", "then evict one token; sirllm does not support it"),
+        ("gear", "cuda", "that attend, then evict; gear does not support it"),
+        ("sirllm", "cuda", "then evict; sirllm does not support it"),
     ],
 )
 def test_policies_that_cannot_be_recorded_are_refused(slug: str, device: str, sentence: str) -> None:

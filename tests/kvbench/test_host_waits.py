@@ -81,7 +81,6 @@ def test_no_called_step_at_the_budget_reads_a_number_from_the_device(
 ) -> None:
     """The operations of a step as a GPU would run it, counted on a CPU."""
     monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
-    monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
     model = prepare(tiny(dtype=torch.float32))
     cache = isolated(KVCache(model.config, policy_of(slug), prompt_length=LENGTH, question=LENGTH - 6))
     logits, place = prefill(model, torch.tensor([words(LENGTH, 0)]), cache, CodePoints()), torch.full((1, 1), LENGTH)

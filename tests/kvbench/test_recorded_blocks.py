@@ -51,8 +51,7 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
         monkeypatch.setattr(torch.cuda, "graph", record)
         monkeypatch.setattr("kvbench.cache.attend.backend_of", lambda like: TritonBackend())
-        monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
-        monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda x: False))
+        monkeypatch.setattr("kvbench.kernels.selection.on_host", lambda x: False)
 
 
 def run(policies: list[Policy], recorded: bool) -> list[LiveSequence]:

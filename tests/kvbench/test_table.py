@@ -1,7 +1,7 @@
 """Sequences that decode in a table are what they are alone, and the two backends give the same."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, get_args, get_type_hints
 from unittest.mock import patch
 
@@ -25,6 +25,7 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill
 from kvbench.engine.sequence import LiveSequence, Request, script_of
+from kvbench.policies.mergers.attention_matching import AttentionMatching
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Schedule
 
@@ -52,7 +53,6 @@ BACKEND = "kvbench.cache.attend.backend_of"
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots are gathered by index, as on a GPU, and no number is read back from the device."""
     monkeypatch.setattr(BACKEND, lambda like: TritonBackend())
-    monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
 
 
 def decoded(
@@ -121,6 +121,15 @@ def test_layers_that_store_latents_decode_in_the_table() -> None:
     assert max(equal_one_by_one(model_of("deepseek_v3"), some)) == 1
 
 
+def test_slots_with_a_bias_decode_in_the_table() -> None:
+    """As many in every head, and not; with decoding that evicts, also by sums, and by the newest query."""
+    fitted = AttentionMatching(queries=8)
+    some = [make_policy("attention_matching", 40, window=6, decode=decode) for decode in ("grow", "evict")]
+    for slug, given in (("ada_snapkv", {"window": 6}), ("h2o", {}), ("tova", {}), ("roco", {})):
+        some += [replace(make_policy(slug, 40, decode=decode, **given), merger=fitted) for decode in ("grow", "evict")]
+    assert max(equal_one_by_one(model_of(), some)) == 1
+
+
 def test_layers_of_different_numbers_of_heads_decode_in_the_table() -> None:
     """Layers that slide have two KV heads, others one. K-VEC's layers evict in their order, so it does not."""
     heads = {"num_key_value_heads": 1, "head_dim": 12, "v_head_dim": 8}
@@ -132,13 +141,10 @@ def test_layers_of_different_numbers_of_heads_decode_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("slugs", [("h2o", "tova", "rkv", "snapkv"), ("sirllm", "knorm", "roco", "caote_tova")])
-def test_sequences_that_evict_several_tokens_at_once_leave_the_table_only_for_that(
-    slugs: Sequence[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvbench.cache.joining.SELDOM", 5)
+def test_sequences_that_evict_several_tokens_at_once_leave_the_table_only_for_that(slugs: Sequence[str]) -> None:
     windows = {slug: {"window": 6} if slug in ("rkv", "snapkv") else {} for slug in slugs}
     some = [
-        make_policy(slug, 40, decode="evict", every=every, **windows[slug]) for slug in slugs for every in (1, 5, 6)
+        make_policy(slug, 40, decode="evict", every=every, **windows[slug]) for slug in slugs for every in (1, 2, 5)
     ]
     shares = equal_one_by_one(model_of(), some)
     assert max(shares) == 1

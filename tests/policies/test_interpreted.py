@@ -70,7 +70,7 @@ def test_sequences_of_several_budgets_keep_the_same_tokens(interpret: Interprete
     "case",
     [
         *("h2o:gemma2:2", "tova:gemma2:1", "roco:mistral:2", "full:gemma2:2", "ada_snapkv:gemma2:1"),
-        *("h2o:gemma4:2", "tova:deepseek_v3:2", "caote_tova:deepseek_v3:1"),
+        *("h2o:gemma4:2", "tova:deepseek_v3:2", "caote_tova:deepseek_v3:1", "attention_matching:llama:2"),
     ],
 )
 def test_soft_caps_sliding_windows_shared_layers_and_latents_go_through_the_kernel(

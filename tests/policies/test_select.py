@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbench.policies.ranking import Ranking, protected, select
+from kvbench.kernels.selection import select
+from kvbench.policies.ranking import Ranking, protected
 
 
 @dataclass(frozen=True)

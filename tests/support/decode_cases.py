@@ -34,7 +34,7 @@ class DecodeCase:
     programs: int | None = None
     flat: bool = False  # segments of random lengths, at most `slots`, the first of none
     appends: bool = False  # new tokens enter flat segments before
-    bias: bool = False  # slots have one, where they are not flat
+    bias: bool = False  # slots have one
 
     def draw(self, seed: int, device: str = "cpu") -> dict[str, Any]:
         """Arguments by name; every tensor is a strided view of a larger one, as stores and models hand them over."""
@@ -73,6 +73,8 @@ class DecodeCase:
         stored = self._stored((int(ends[-1, -1]),), newest, random)
         sums = torch.rand(int(ends[-1, -1]), max(1, self.sums) + 1, generator=random)[:, 1:] if self.sums else None
         found = {**stored, "starts": ends - counts - 2, "counts": counts, "most": self.slots + least, "sums": sums}
+        if self.bias:
+            found["bias"] = torch.randn(int(ends[-1, -1]), 2, generator=random)[:, 0]
         if self.appends:
             slots = (torch.rand(counts.shape, generator=random) * counts).long()
             tokens = (
@@ -142,6 +144,7 @@ DECODE_CASES = {
     "flat-with-new-tokens": DecodeCase(flat=True, appends=True, batch=2, heads=3, slots=70, programs=4, group=20),
     "flat-with-new-tokens-bfloat16": DecodeCase(flat=True, appends=True, dtype=bf16, value_dim=9, sums=1, empty=4),
     "flat": DecodeCase(flat=True, batch=2, heads=2, programs=2),
+    "flat-with-a-bias": DecodeCase(flat=True, appends=True, bias=True, batch=2, softcap=2.0, sums=1, weights=True),
     "flat-and-all-that-is-asked": DecodeCase(
         flat=True,
         heads=3,

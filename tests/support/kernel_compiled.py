@@ -22,10 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kvbench.kernels import decode, query_sums
+from kvbench.kernels.devices import LITTLE
 from kvbench.kernels.group_codes import Ring
 from kvbench.kernels.references import NewTokens
 from kvbench.kernels.selection import kept_slots
-from kvbench.kernels.tiles import LITTLE
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.codec import Codec
 from kvbench.policies.stores.coding import Coding

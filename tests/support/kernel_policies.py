@@ -13,7 +13,7 @@ from kvbench import make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request, script_of
-from kvbench.kernels import tiles
+from kvbench.kernels import devices
 
 
 def run(
@@ -34,7 +34,7 @@ def run(
     prompts = [prompt(length, seed=row) for row, length in enumerate(lengths)]
     done = run_greedy(model, prompts, make_policy(slug, budget, **(fields or {})), 5, parts=parts)
     layer = done.cache.layers[-1]
-    found = {"tokens": done.tokens, "kept": done.kept, "interpreted": tiles.INTERPRETED}
+    found = {"tokens": done.tokens, "kept": done.kept, "interpreted": devices.INTERPRETED}
     return found | ({"keys": layer.keys, "values": layer.values} if stored else {})
 
 

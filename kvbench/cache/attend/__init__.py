@@ -9,7 +9,7 @@ from torch import Tensor
 from kvbench.cache.attend.backend import Backend, GroupSlots, LayerStep
 from kvbench.cache.attend.torch import TorchBackend
 from kvbench.cache.attend.triton import TritonBackend
-from kvbench.kernels.tiles import use_triton
+from kvbench.kernels.devices import use_triton
 
 __all__ = ["Backend", "GroupSlots", "LayerStep", "TorchBackend", "TritonBackend", "backend_of"]
 

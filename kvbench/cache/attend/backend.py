@@ -53,13 +53,14 @@ class Segments:
 class GroupSlots(ABC):
     """The slots of n = k * b rows: k layers of the b sequences of a group.
 
-    positions [n,H,T] int32, -1 = empty. state: running statistics [n,H,T,G'] by name. known: the newest attention, if a
-    policy uses it. packed: no slot is empty.
+    positions [n,H,T] int32, -1 = empty. state: running statistics [n,H,T,G'] by name. bias [n,H,T]: of the slots, if
+    they have one. known: the newest attention, if a policy uses it. packed: no slot is empty.
     """
 
     positions: Tensor
     state: State
     known: StepCache
+    bias: Tensor | None = None
     packed = False
 
     @abstractmethod

@@ -90,12 +90,12 @@ class TorchBackend(Backend):
             store, params, scores = expanded(store, params.latents, {}), params._replace(latents=None), False
         if store.starts is not None:
             flat = store.memory["keys"], store.memory["values"], at, store.memory["positions"], store.starts
-            counts = at.new_tensor([self._counts[index][row]])
-            return decode_attention_flat_ref(queries, *flat, counts, store.used, *params.for_kernels).out
+            counts, bias = at.new_tensor([self._counts[index][row]]), store.memory.get("bias")
+            return decode_attention_flat_ref(queries, *flat, counts, store.used, *params.for_kernels, bias=bias).out
         window = params.sliding_window
         if window is not None and self._positions[row] < window:  # it hides no token
             params = params._replace(sliding_window=None)
-        if not is_plain(params):
+        if not is_plain(params) or store.slots.bias is not None:
             return attend_slots(queries, at, store, params)
         if window is not None or not scores:
             return grouped_attention(queries, store.keys, store.values, None, params.scaling)
@@ -149,6 +149,8 @@ class _Viewed(GroupSlots):
         states = [store.state for store in stores]
         self.state = {name: padded([state[name] for state in states]) for name in statistics}
         self.known = known_weights(padded(weights, dim=-1)) if weights else {}
+        biases = [bias for store in stores if (bias := store.slots.bias) is not None]
+        self.bias = padded(biases) if biases else None
         self.packed = len({store.used for store in stores}) == 1 and all(store.starts is None for store in stores)
 
     def vectors(self, name: str) -> Vectors:

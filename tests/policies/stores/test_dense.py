@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from kvbench.policies.stores import slots
+from kvbench.kernels import selection
 from kvbench.policies.stores.slot_store import SlotStore
 
 
-@pytest.mark.parametrize("many", [slots.MANY, 1], ids=["few numbers", "many"])
+@pytest.mark.parametrize("many", [selection.MANY, 1], ids=["few numbers", "many"])
 @pytest.mark.parametrize("counts", [(2, 2), (3, 1)])
 @pytest.mark.parametrize("spare", [0, 2])
 def test_what_is_kept_comes_first_and_room_behind_it_is_empty(
     counts: tuple[int, int], spare: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "MANY", many)
+    monkeypatch.setattr(selection, "MANY", many)
     keys, values = torch.arange(1.0, 11.0).view(1, 2, 5, 1), torch.arange(11.0, 21.0).view(1, 2, 5, 1)
     held = SlotStore(keys, values, ("sums",), width=1)
     held.append(keys, values, torch.arange(5)[None])

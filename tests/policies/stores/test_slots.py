@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbench.policies.stores import slots
-from kvbench.policies.stores.slots import owned, padded, take
+from kvbench.kernels import selection
+from kvbench.kernels.selection import take
+from kvbench.policies.stores.slots import owned, padded
 
 LAYOUTS = {
     "a row after another": lambda x: x,
@@ -22,10 +23,10 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(params=[slots.MANY, 1], ids=["few", "many"])
+@pytest.fixture(params=[selection.MANY, 1], ids=["few", "many"])
 def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many numbers are copied by rows, with these small tensors too."""
-    monkeypatch.setattr(slots, "MANY", request.param)
+    monkeypatch.setattr(selection, "MANY", request.param)
 
 
 @pytest.mark.usefixtures("many")
