@@ -13,13 +13,13 @@ from torch import Tensor
 from kvbench.kernels.code_formats import Coded, fits
 from kvbench.kernels.devices import decodes
 from kvbench.kernels.references import NewTokens, append, decode_attention_flat_ref, widen
+from kvbench.kernels.selection import take
 from kvbench.kernels.token_codes import append_codes, decode_codes
 from kvbench.policies.constants import is_checked
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.code_attention import Outliers, attend_to_codes, cover, scores_by_block, weighted_by_block
 from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.slot_store import SIDES, SlotStore
-from kvbench.policies.stores.slots import take
 from kvbench.policies.stores.store import Sizes
 
 EPSILON = torch.finfo(torch.float32).eps
