@@ -271,12 +271,11 @@ def rows_are_alone(model: PreTrainedModel, ids: Tensor) -> None:
     for length in (PROMPT, PROMPT - 7):
         request = Request(script_of(ids[:, :length]), 4)
         if flight.can_admit(request):  # models with length-dependent RoPE cannot batch some prompts
-            rows += flight.admit(request, [make_policy(slug, BUDGET, **TRIED[slug][0]) for slug in ("snapkv", "h2o")])
-    while flight.in_flight:
-        flight.step()
+            rows += flight.admit(
+                [request], [make_policy(slug, BUDGET, **TRIED[slug][0]) for slug in ("snapkv", "h2o")]
+            )[0]
+    flight.finish(rows)
     for row in rows:
-        if row.error is not None:
-            raise row.error
         alone = generate_tokens(model, row.request.prompt, row.policy, max_new_tokens=4)
         assert row.tokens == alone.tokens[0], row.policy.name
         for own, other in zip(row.cache.attention_layers, alone.cache.attention_layers, strict=True):

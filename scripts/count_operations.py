@@ -79,24 +79,22 @@ def tiny_llama() -> PreTrainedModel:
     return model
 
 
-def request(length: int = LENGTH) -> Request:
+def request(length: int = LENGTH, seed: int = 0) -> Request:
     """A prompt of random tokens with eight new ones."""
-    ids = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(seed))
     return Request(script_of(ids), 8, min_new_tokens=8)
 
 
 def admission(model: PreTrainedModel, policies: list[Policy], length: int = LENGTH) -> tuple[int, DecodeBatch]:
     """The operations of the prefill and the evictions of some policies, and their batch."""
     batch = DecodeBatch(model)
-    return counted(lambda: batch.admit(request(length), policies)), batch
+    return counted(lambda: batch.admit([request(length)], policies)), batch
 
 
 def block(model: PreTrainedModel, policy: Policy, prompts: int = 1) -> float:
     """The operations of a block at the budget, of one prompt or of several in one call."""
-    few, many = (
-        counted(lambda length=length: DecodeBatch(model).admit_prompts([[request(length)]] * prompts, [policy]))
-        for length in (LENGTH - 2 * BLOCK, LENGTH)
-    )
+    asked = ([request(length, seed) for seed in range(prompts)] for length in (LENGTH - 2 * BLOCK, LENGTH))
+    few, many = (counted(lambda some=some: DecodeBatch(model).admit(some, [policy])) for some in asked)
     return (many - few) / 2
 
 

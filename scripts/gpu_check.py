@@ -362,17 +362,17 @@ def block(visit: Visit) -> Iterator[Result]:
     policy = make_policy("caote_snapkv", min(BUDGET, ids.shape[1] // 4), schedule="blocks", block=size)
     blocks = ids.shape[1] // size
     for prompts in (1, 2 if visit.tiny else 8):
-        requests = [[Request(script_of(ids.roll(shift, 1)), 2)] for shift in range(prompts)]
+        requests = [Request(script_of(ids.roll(shift, 1)), 2) for shift in range(prompts)]
         with torch.inference_mode():
-            DecodeBatch(model, cuda, strict=False).admit_prompts(requests, [policy])  # compiles kernels
+            DecodeBatch(model, cuda, strict=False).admit(requests, [policy])  # compiles kernels
             with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
                 began = time.perf_counter()
                 batch = DecodeBatch(model, cuda, strict=False)
-                admitted = batch.admit_prompts(requests, [policy])
+                admitted = batch.admit(requests, [policy])
                 if cuda:
                     torch.cuda.synchronize()
                 wall = time.perf_counter() - began
-        for sequence in (one for answers in admitted for group in answers for one in group):
+        for sequence in (one for group in admitted for one in group):
             if sequence.error is not None:
                 raise sequence.error
         events = seen.key_averages()

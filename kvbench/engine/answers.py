@@ -11,12 +11,12 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvbench.cache.cache import BudgetError
 from kvbench.cache.footprint import fed
 from kvbench.cache.layer import Layer
 from kvbench.cache.views import nbytes_read, tokens_read
+from kvbench.engine.divergence import divergence_of
 from kvbench.engine.generate import HeldCache, generate
 from kvbench.engine.prompts import blank
 from kvbench.engine.scores import Scores, summary
@@ -31,9 +31,9 @@ from kvbench.models.tokens import Encoder
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.stores.token_codes import TokenCodeLayer
-from kvbench.results.kept import KeptHeads, kept_heads, kept_spans
+from kvbench.results.kept import kept_heads, kept_spans
 from kvbench.results.repetition import repetition
-from kvbench.results.samples import Divergence, Sample
+from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling
 from kvbench.tasks.evidence import HIDDEN
@@ -59,13 +59,10 @@ WITH_KEPT_HEADS = 20
 log = logging.getLogger(__name__)
 
 
-def units(prompt: Prompt) -> int:
-    """Units of the progress bar: 1, or the tokens of a text that is scored, which can take an hour."""
-    return prompt.tokens if prompt.is_scored else 1
-
-
-def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
-    """The request of one example, which is the same for all policies."""
+def request_for(
+    run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], object] | None = None
+) -> Request:
+    """The request of one example, which is the same for all policies. report: as in `Request`."""
     tokenizer, task = run.checkpoint.tokenizer(), run.task.task_of(prompt.example)
     ids, target = prompt.ids, prompt.continuation
     texts = () if task.thoughts else (task.end_texts, task.stop)  # in a thought, only EOS ends an answer
@@ -81,11 +78,11 @@ def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
         encoder=Encoder(tokenizer),
         sampler=_sampler(run, prompt),
         dictated=prompt.given or prompt.dictated,
-        given=bool(prompt.given),
         example=(run.seed, prompt.draw),
         parts=tuple(sorted(a for name, parts in prompt.spans.items() if name not in HIDDEN for a, _ in parts)),
         protected=tuple(sorted(part for name in task.protects for part in prompt.spans.get(name, ()))),
         next_turn="own" if prompt.own else None,
+        report=report,
         watch=run.watch,
     )
 
@@ -116,13 +113,13 @@ def answered(
     tokens: Sequence[int],
     cache: HeldCache,
     decode_steps: int,
-    compared: Callable[[str], Divergence] | None = None,
+    compared: Sequence[Sequence[float]] | None = None,
     kept: Mapping[str, Any] | None = None,
 ) -> Sample:
     """The sample of an example with a generated answer, without the fields about the batch in which it was computed.
 
-    kept: further fields, such as those of `kept_at_start`. compared: makes the divergence of an answer that was fed to
-    the policy; it has no score.
+    kept: further fields, such as those of `kept_at_start`. compared: the divergence of every token of an answer that
+    was fed to the policy; it has no score.
     """
     generated = list(tokens[len(prompt.dictated) :])
     ending = _ending(run, prompt)
@@ -131,14 +128,13 @@ def answered(
     text = ending.text(generated)
     return replace(
         blank(prompt),
-        **(scored(run, text, prompt) if compared is None else {"divergence": compared(text)}),
+        **(scored(run, text, prompt) if compared is None else {"divergence": divergence_of(text, compared)}),
         repetition=repetition(generated) if compared is None else None,
         **_cache_fields(run, cache, processed, decode_steps),
         generated_tokens=len(generated),
         finish_reason="stop" if stopped else "length",
         decode_steps=decode_steps,
-        kept_heads=_kept_heads(run, prompt, cache),
-        kept_spans=_kept_spans(run, prompt, cache),
+        **_kept_fields(run, prompt, cache),
         **(kept or {}),
     )
 
@@ -221,31 +217,21 @@ def _holds_positions(cache: HeldCache) -> bool:
     return any(store.sizes().kinds.get("positions") for store in stores)
 
 
-def _kept_heads(run: Run, prompt: Prompt, cache: HeldCache) -> KeptHeads | None:
-    """How many heads keep each token of the prompt, for the first examples; reports colour the prompt by it.
+def _kept_fields(run: Run, prompt: Prompt, cache: HeldCache) -> dict[str, Any]:
+    """The tokens of a prompt that are held at the end.
 
-    None if it is unknown: a cache of another package has no positions, and a policy that selects the prompt's tokens
-    counts positions among those it selected.
+    kept_heads: how many heads keep each, for the first examples; reports colour the prompt by it. kept_spans: the share
+    of each named part, mean over layers and heads. Both are unknown if a policy selects the prompt's tokens, because it
+    counts positions among those it selected, and for a cache of another package, which has no positions.
     """
-    if (
-        prompt.example.index >= WITH_KEPT_HEADS
-        or not run.policy.evicts
-        or isinstance(run.policy.pre_pass, PromptChoice)
-    ):
-        return None
-    return kept_heads(_positions(cache), len(prompt.ids))
-
-
-def _kept_spans(run: Run, prompt: Prompt, cache: HeldCache) -> dict[str, float] | None:
-    """The share of the tokens of each named part of the prompt that is held at the end, mean over layers and heads."""
-    if not prompt.spans or not cache.sequences or isinstance(run.policy.pre_pass, PromptChoice):
-        return None
-    return kept_spans(_positions(cache), prompt.spans)[0]
-
-
-def _positions(cache: HeldCache) -> list[Tensor]:
-    """[H_kv,C] for every layer of the only sequence: the position in each slot, -1 if it is empty."""
-    return [layer.positions[0] for sequence in cache.sequences for layer in sequence.layers]
+    heads = prompt.example.index < WITH_KEPT_HEADS and run.policy.evicts
+    if isinstance(run.policy.pre_pass, PromptChoice) or not (heads or prompt.spans):
+        return {}
+    positions = [layer.positions[0] for sequence in cache.sequences for layer in sequence.layers]
+    return {
+        "kept_heads": kept_heads(positions, len(prompt.ids)) if heads else None,
+        "kept_spans": kept_spans(positions, prompt.spans)[0] if prompt.spans and positions else None,
+    }
 
 
 def kept_at_start(run: Run, prompt: Prompt, sequence: LiveSequence) -> dict[str, Any]:
@@ -261,14 +247,9 @@ def kept_at_start(run: Run, prompt: Prompt, sequence: LiveSequence) -> dict[str,
     return {"kept_prompt": shares.pop(""), "kept_spans_start": shares, "heads_whole": {k: heads[k] for k in shares}}
 
 
-def rounded(seconds: float | None) -> float | None:
-    """Seconds to the microsecond."""
-    return None if seconds is None else round(seconds, 6)
-
-
 # --- examples that are computed as a whole: pairs, scored texts, and policies with a cache of their own --------------
 def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
-    """The sample of an example that cannot be part of a batch. report: called with the number of tokens scored so far.
+    """The sample of an example that cannot be part of a batch. report: called with the number of tokens just scored.
 
     Raises the error of the example.
     """
@@ -281,8 +262,8 @@ def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callab
         done = generate(loaded.model, [request_for(run, loaded, prompt)], run.policy)
         sample = replace(
             answered(run, prompt, done.tokens[0], done.cache, done.decode_steps, kept=done.fields),
-            prefill_seconds=rounded(done.prefill_seconds),
-            decode_seconds=rounded(done.decode_seconds),
+            prefill_seconds=round(done.prefill_seconds, 6),
+            decode_seconds=round(done.decode_seconds, 6),
             recomputed_tokens=None if prompt.example.shared is None else prompt.known,
             shared_prefill=1,
             rows_in_flight=1,
@@ -311,16 +292,16 @@ def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
         **scored(run, json.dumps(outputs), prompt),
         **{**longest, **overall},
         generated_tokens=0,
-        prefill_seconds=rounded(now(loaded.model) - began - seconds),
-        decode_seconds=rounded(seconds),
+        prefill_seconds=round(now(loaded.model) - began - seconds, 6),
+        decode_seconds=round(seconds, 6),
     )
 
 
 def _score_text(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example whose tokens are all scored."""
     policy = policy_for(run.policy.for_example(run.seed, prompt.draw), prompt)
-    scores = text_scores(loaded.model, prompt.ids[None].to(run.device, torch.long), policy, report=report)
-    return replace(likelihood_of(run, prompt, policy, scores), prefill_seconds=rounded(scores.seconds))
+    scores = text_scores(loaded.model, prompt.ids[None].to(run.device, torch.long), policy, report)
+    return replace(likelihood_of(run, prompt, policy, scores), prefill_seconds=round(scores.seconds, 6))
 
 
 def likelihood_of(run: Run, prompt: Prompt, policy: Policy, scores: Scores) -> Sample:
@@ -329,5 +310,5 @@ def likelihood_of(run: Run, prompt: Prompt, policy: Policy, scores: Scores) -> S
     if prompt.continuation is not None:
         first, processed = prompt.length, prompt.tokens - 1  # the last token is not appended
         block = (policy.schedule.spare or None) if policy.evicts else None
-    likelihood = summary(scores.nll, first, block, scores.cache.most_kept)
+    likelihood = summary(scores.nll, first, block, scores.most_kept.by_layer)
     return replace(blank(prompt), **_cache_fields(run, scores.cache, processed), likelihood=likelihood)

@@ -19,11 +19,11 @@ from kvbench.cache.copies import empty_like
 from kvbench.cache.families import layout_of
 from kvbench.cache.joining import can_join, can_record
 from kvbench.cache.pre_passes import rate
-from kvbench.engine.divergence import Comparison
+from kvbench.engine.divergence import compare
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompts
 from kvbench.engine.recorder import Recorder
-from kvbench.engine.sequence import LiveSequence, Played, Request, advance
+from kvbench.engine.sequence import LiveSequence, Played, Request, choose_next
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.selections.fair import Fair
@@ -59,79 +59,45 @@ class DecodeBatch:
         return [cache for cache in (self._cache, self._recorded) if cache is not None]
 
     # --- admission -------------------------------------------------------------------------------------------------
-    def can_admit(self, request: Request) -> bool:
-        """Whether the request may join the sequences in flight.
+    def can_admit(self, *requests: Request) -> bool:
+        """Whether requests may join the sequences in flight, and each other.
 
         A model whose rotary frequencies depend on the length of a call (longrope, dynamic NTK) decodes a sequence
         beyond the length of the switch alone, so that no other sequence changes its frequencies.
         """
-        here = [sequence.request for sequence in self.sequences]
-        return not here or not any(map(self._switches, [request, *here]))
+        all_requests = [*requests, *(sequence.request for sequence in self.sequences)]
+        lengths = (request.length + request.max_new_tokens for request in all_requests)
+        return len(all_requests) == 1 or not any(map(self._layout.rotates_by_length, lengths))
 
-    def together(self, requests: Sequence[Request]) -> Sequence[Sequence[Request]]:
-        """The requests as groups that can be decoded together, see `can_admit`: all of them, or each alone."""
-        return [[one] for one in requests] if any(map(self._switches, requests)) else [requests]
-
-    def _switches(self, request: Request) -> bool:
-        return self._layout.rotates_by_length(request.length + request.max_new_tokens)
-
-    def shares_prompt(self, first: Request, second: Request) -> bool:
-        """Whether one prefill serves both requests: they have the same prompt or context."""
-        if first.is_turn or second.is_turn or first.asks("question") != second.asks("question"):
-            return False
-        return torch.equal(first.prompt, second.prompt) and not any(map(self._switches, (first, second)))
-
-    def admit(self, request: Request, policies: Sequence[Policy]) -> list[LiveSequence]:
-        """Prefill a prompt for all policies and choose the first tokens; sequences in the order of the policies.
-
-        A sequence that fails (budget, NaN, memory) is returned with its error; the others continue.
-        """
-        return self.admit_questions([request], policies)[0]
-
-    def admit_questions(
+    @torch.inference_mode()
+    def admit(
         self,
         requests: Sequence[Request],
         policies: Sequence[Policy],
         played: Sequence[Played | None] = (),
         reference: Policy | None = None,
     ) -> list[list[LiveSequence]]:
-        """Admit questions about one context, or samples of one prompt (`shares_prompt`), with one prefill.
+        """Prefill prompts for all policies and choose the first tokens: for each request a sequence of every policy.
 
+        Neighbours with equal prompts or contexts share its prefill, and blocks of several prompts are rows of one call.
+        A sequence that fails (budget, NaN, memory) is returned with its error; the others continue.
         played: for a turn of a conversation, the turns before it under each policy; they are continued in place.
         reference: compare all sequences with a sequence of this policy (`engine.divergence`). It has the first of
         `played`, is part of the batch until the others have finished, and is not returned.
         """
-        return self.admit_prompts([requests], policies, played, reference)[0]
-
-    @torch.inference_mode()
-    def admit_prompts(
-        self,
-        prompts: Sequence[Sequence[Request]],
-        policies: Sequence[Policy],
-        played: Sequence[Played | None] = (),
-        reference: Policy | None = None,
-    ) -> list[list[list[LiveSequence]]]:
-        """`admit_questions` for several prompts; their blocks are rows of one call. played: of the first prompt."""
-        for requests in prompts:
-            assert all(map(self.can_admit, requests))
-            assert all(self.shares_prompt(requests[0], request) for request in requests[1:])
+        assert self.can_admit(*requests)
         policies = policies if reference is None else [reference, *policies]
-        rows = [[[new_sequence(one, policy) for policy in policies] for one in requests] for requests in prompts]
-        comparisons = [Comparison(first, others) for first, *others in chain(*rows) if reference is not None]
-        for sequence, before in zip(rows[0][0], played, strict=False):
+        rows = [[new_sequence(request, policy) for policy in policies] for request in requests]
+        for row in rows if reference is not None else ():
+            for sequence in row:
+                sequence.reference = row[0]
+        for sequence, before in zip(rows[0], played, strict=False):
             sequence.played = before
         prefill_prompts(self._model, rows, self._blocks)
-        for comparison in comparisons:
-            comparison.advance()
-        self.start(chain(*chain(*rows)))
+        _compare(chain(*rows))
+        self.start(chain(*rows))
         self.drop([])
-        return rows if reference is None else [[others for _, *others in questions] for questions in rows]
-
-    def admit_each(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
-        """Admit any requests, with one prefill if they share their prompt."""
-        if all(self.shares_prompt(requests[0], other) for other in requests[1:]):
-            return self.admit_questions(requests, policies)
-        return [answers for (answers,) in self.admit_prompts([[request] for request in requests], policies)]
+        return rows if reference is None else [others for _, *others in rows]
 
     def start(self, sequences: Iterable[LiveSequence]) -> None:
         """Add prefilled sequences to the batch."""
@@ -170,6 +136,14 @@ class DecodeBatch:
             _audit(sequence)
         return [sequence for sequence in ended if not sequence.is_reference]
 
+    def finish(self, sequences: Sequence[LiveSequence]) -> None:
+        """Decode until none of the sequences is in flight. Raises the first error of one of them."""
+        while self.in_flight and all(sequence.error is None for sequence in sequences):
+            self.step()
+        for sequence in sequences:
+            if sequence.error is not None:
+                raise sequence.error
+
     def _separate(self, cache: KVCache) -> None:
         """Move the sequences whose steps can be recorded into a cache of their own."""
         joining = [one for one in cache.sequences if can_record(one.policy) and can_join(one)]
@@ -198,7 +172,7 @@ class DecodeBatch:
             fed = torch.cat([last.tokens, last.tokens.new_tensor([sequence.tokens])], dim=1)
             sequence.request = replace(request, script=(*before, replace(last, tokens=fed)))
             sequence.decode_steps += 1
-            prefill_prompts(self._model, [[[sequence]]])
+            prefill_prompts(self._model, [[sequence]])
             if sequence.error is None:
                 sequence.held.peak_nbytes = max(peak, sequence.held.peak_nbytes)
         _compare([*sequences, *self.sequences])
@@ -224,15 +198,16 @@ class DecodeBatch:
             logits = next_logits(self._model, tokens, places, cache)
         for sequence in found.values():
             sequence.error = sequence.held.error
-        advance(list(found.values()), logits if len(found) == len(rows) else logits[list(found)])
+            sequence.position += 1
+            sequence.decode_steps += 1
+        choose_next(list(found.values()), logits if len(found) == len(rows) else logits[list(found)])
 
     @torch.inference_mode()
     def drop(self, sequences: Collection[LiveSequence]) -> None:
         """Remove sequences from the batch, and references without others; each has its own cache then."""
         gone = {*sequences}
-        compared = {one.comparison for one in self.sequences if not (one.is_reference or one in gone)}
-        idle = [one for one in self.sequences if one.is_reference and one.comparison not in compared]
-        gone.update(idle)
+        compared = {one.reference for one in self.sequences if not (one.is_reference or one in gone)}
+        gone.update(one for one in self.sequences if one.is_reference and one not in compared)
         self.sequences[:] = [sequence for sequence in self.sequences if sequence not in gone]
         for cache in self._caches:
             cache.release([one.held for one in gone if one.cache is not None and one.held in cache.sequences])
@@ -248,10 +223,14 @@ def new_sequence(request: Request, policy: Policy) -> LiveSequence:
     return LiveSequence(request, policy)
 
 
-def _compare(sequences: Sequence[LiveSequence]) -> None:
-    """Let the comparisons of sequences that took a step choose their next tokens."""
-    for comparison in {one.comparison: None for one in sequences if one.comparison is not None}:
-        comparison.advance()
+def _compare(sequences: Iterable[LiveSequence]) -> None:
+    """Choose the next tokens of sequences that are compared with the full cache."""
+    found: dict[LiveSequence, list[LiveSequence]] = {}
+    for one in sequences:
+        if one.reference is not None:
+            found.setdefault(one.reference, []).append(one)
+    for reference, compared in found.items():
+        compare(reference, [one for one in compared if one is not reference])
 
 
 def _audit(sequence: LiveSequence) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from traceback import clear_frames
 from typing import Any
 
-from kvbench.engine.answers import units
 from kvbench.engine.prompts import in_batch, prompts_for
 from kvbench.engine.run_writer import RunCallback, RunWriter, work_items
 from kvbench.engine.scheduler import Scheduler
@@ -127,12 +126,12 @@ def _limit(writer: RunWriter) -> int | None:
 
 
 def _compute_batch(loaded: LoadedModel, limit: int | None, writers: Sequence[RunWriter]) -> None:
-    missing = [units(prompt) for writer in writers for prompt in map(writer.prompts.__getitem__, writer.missing)]
-    total = sum(units(prompt) for writer in writers for prompt in writer.prompts)
-    unit = "tokens" if any(prompt.is_scored for writer in writers for prompt in writer.prompts) else "examples"
+    prompts = [(prompt, writer.has(index)) for writer in writers for index, prompt in enumerate(writer.prompts)]
+    units = [(prompt.tokens if prompt.is_scored else 1, done) for prompt, done in prompts]  # a text can take an hour
+    unit = "tokens" if any(prompt.is_scored for prompt, _ in prompts) else "examples"
     totals = Totals()
     try:
-        with meter(_title(writers), total, total - sum(missing), unit) as advance:
+        with meter(_title(writers), sum(n for n, _ in units), sum(n for n, done in units if done), unit) as advance:
             Scheduler(loaded, work_items(writers), limit, totals, advance).work()
             for writer in writers:
                 writer.run_alone = False

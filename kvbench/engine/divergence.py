@@ -9,8 +9,8 @@ Shapes: S sequences, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -75,79 +75,48 @@ def _indices(tokens: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor(tokens, device=like.device)
 
 
-@dataclass(eq=False)
-class Comparison:
-    """The sequences of one example: the full cache (reference), and the sequences that are compared with it.
+def compare(reference: LiveSequence, others: Iterable[LiveSequence]) -> None:
+    """Compare sequences that took a step with the full cache, choose the next token, and append it to all of them.
 
     All have the same request. Dictated tokens at the beginning of an answer are not compared, unless all are given.
     """
-
-    reference: LiveSequence
-    others: Sequence[LiveSequence]
-    _logits: dict[LiveSequence, Tensor] = field(default_factory=dict)
-    _found: dict[LiveSequence, list[TokenDivergence]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for one in (self.reference, *self.others):
-            one.comparison = self
-
-    def continue_from(self, sequence: LiveSequence) -> None:
-        """Choose the token after a prompt, whose logits an earlier comparison holds for `sequence`: equal for all."""
-        assert isinstance(sequence.comparison, Comparison)
-        logits = sequence.comparison._logits[sequence]
-        for one in (self.reference, *self.others):
-            self.hold(one, logits)
-        self.advance()
-
-    def hold(self, sequence: LiveSequence, logits: Tensor) -> None:
-        """Keep the logits [V] of a sequence until all sequences have taken the step."""
-        self._logits[sequence] = logits.clone()  # a recorded step overwrites its logits
-
-    def advance(self) -> None:
-        """Compare the sequences that took a step, choose the next token, and append it to all of them."""
-        held, self._logits = self._logits, {}
-        reference = self.reference
-        live = [one for one in self.others if not one.done]
-        if reference.error is None and reference not in held:
-            return
-        if reference.error is None and bool(held[reference].isnan().any()):
-            reference.error = FloatingPointError(NOT_A_NUMBER)
-        for one in live:
-            if one not in held:
-                one.error = ValueError("it cannot be compared with the full cache, whose text was computed again")
-            one.error = reference.error or one.error
-        live = [one for one in live if one.error is None]
+    logits, live = reference.waiting, [one for one in others if not one.done]
+    if reference.error is None and logits is not None and bool(logits.isnan().any()):
+        reference.error = FloatingPointError(NOT_A_NUMBER)
+    for one in live:
         if reference.error is not None:
-            return
-        token, forbidden = _next_token(reference, held[reference])
-        if live and (reference.dictated is None or reference.request.given):
-            self._compare(live, held, token, forbidden)
-        reference.append(token)
-        for one in live:
-            one.tokens, one.complete = list(reference.tokens), reference.complete
-            one.logits = held[one][None] if one.policy.rates else None
-
-    def _compare(
-        self, live: Sequence[LiveSequence], held: dict[LiveSequence, Tensor], token: int, forbidden: list[int]
-    ) -> None:
-        rows = torch.stack([held[one] for one in live])
-        for one, found in zip(live, token_divergence(held[self.reference], rows, token, forbidden), strict=True):
+            one.error = reference.error
+        elif logits is not None and one.waiting is None:
+            one.error = ValueError("it cannot be compared with the full cache, whose text was computed again")
+    if reference.error is not None or logits is None:
+        return
+    live = [one for one in live if one.error is None]
+    rows = [one.waiting for one in live if one.waiting is not None]
+    token, forbidden = _next_token(reference, logits[0])
+    if rows and (reference.dictated is None or reference.request.is_dictated):
+        for one, found in zip(live, token_divergence(logits[0], torch.cat(rows), token, forbidden), strict=True):
             if math.isnan(found.kl):
                 one.error = FloatingPointError(NOT_A_NUMBER)
-            self._found.setdefault(one, []).append(found)
+            one.divergences.append(found)
+    reference.append(token)
+    for one in live:
+        one.tokens, one.complete = list(reference.tokens), reference.complete
+        one.logits = one.waiting if one.policy.rates else None
+    for one in (reference, *live):
+        one.waiting = None
 
-    def result(self, sequence: LiveSequence, answer: str) -> Divergence:
-        """The divergence of a finished sequence. answer: the text that it was fed."""
-        found = self._found.get(sequence, [])
-        kl, logprob, p, top, agrees = ([one[i] for one in found] for i in range(len(TokenDivergence._fields)))
-        return Divergence(
-            answer=answer,
-            kl=[None if math.isinf(x) else _digits(x) for x in kl],
-            delta_logprob=[None if not math.isfinite(x) else _digits(x) for x in logprob],
-            delta_p=[_digits(x) for x in p],
-            same_top=[int(x) for x in top],
-            agrees=[int(x) for x in agrees],
-        )
+
+def divergence_of(answer: str, tokens: Sequence[Sequence[float]]) -> Divergence:
+    """The divergence of a finished sequence, from those of its tokens. answer: the text that it was fed."""
+    kl, logprob, p, top, agrees = ([one[i] for one in tokens] for i in range(len(TokenDivergence._fields)))
+    return Divergence(
+        answer=answer,
+        kl=[None if math.isinf(x) else _digits(x) for x in kl],
+        delta_logprob=[None if not math.isfinite(x) else _digits(x) for x in logprob],
+        delta_p=[_digits(x) for x in p],
+        same_top=[int(x) for x in top],
+        agrees=[int(x) for x in agrees],
+    )
 
 
 def _digits(value: float) -> float:

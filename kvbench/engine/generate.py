@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -135,15 +136,11 @@ def generate(
     if cuda_graph:
         check_graph(policy, model.device)
     batch, sequences, prefill_seconds, decode_seconds = DecodeBatch(model, cuda_graph), list[LiveSequence](), 0.0, 0.0
-    for some in batch.together(requests):
+    for some in [requests] if batch.can_admit(*requests) else [[request] for request in requests]:
         began = now(model)
-        sequences += [sequence for (sequence,) in batch.admit_each(some, [policy])]
+        sequences += chain(*batch.admit(some, [policy]))
         prefilled = now(model)
-        while batch.in_flight and not any(sequence.error for sequence in sequences):
-            batch.step()
-        for sequence in sequences:
-            if sequence.error is not None:
-                raise sequence.error
+        batch.finish(sequences)
         prefill_seconds += prefilled - began
         decode_seconds += now(model) - prefilled
     caches = [sequence.cache for sequence in sequences if sequence.cache is not None]

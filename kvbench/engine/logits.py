@@ -3,7 +3,7 @@
 Shapes: B batch, M new tokens, T prompt tokens, V vocabulary, D hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,11 +11,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from kvbench.cache.cache import KVCache
+from kvbench.cache.pre_passes import rate
+
 NOT_A_NUMBER = (
     "the model's logits are not numbers (NaN, infinite, or all of them -inf): its weights, or its arithmetic in this "
     "dtype, overflow"
 )
 """-inf is allowed for some tokens, which a model masks; then the largest logit is finite."""
+GIVEN_TOKENS = 512  # given tokens of one call: more is hardly faster and hides the progress
 LOGITS_AT_ONCE = 2**24  # 64 MiB of float32: the logits of a long prompt are never in memory at once
 
 
@@ -33,6 +37,30 @@ def all_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: Ca
     return logits
 
 
+def fitting(model: PreTrainedModel, rows: int = 1) -> int:
+    """Tokens of each row of a call whose logits fit into `LOGITS_AT_ONCE`."""
+    return max(1, LOGITS_AT_ONCE // (rows * int(model.config.get_text_config(decoder=True).vocab_size)))
+
+
+def append_given(
+    model: PreTrainedModel, cache: KVCache, tokens: Tensor, size: int, logits: Tensor | None, keep: int = 0
+) -> Iterator[Tensor]:
+    """Append given tokens [B,M] in calls of `size` tokens; yields the logits [B,n,V] of each call.
+
+    Each token counts as decoded: the policy evicts after every one of them if it evicts while decoding. logits [B,V]:
+    before the first token, for policies that rate tokens. keep: yield only the logits after the last tokens of a call.
+    """
+    place = cache.seen
+    for part in tokens.split(size, dim=1):
+        if logits is not None:
+            for row, sequence in enumerate(cache.sequences):
+                rate(sequence, logits[row : row + 1], part[row : row + 1])
+        positions = torch.arange(place, place + part.shape[1], device=part.device).expand_as(part)
+        out = all_logits(model, part, positions, cache, keep)
+        place, logits = place + part.shape[1], out[:, -1]
+        yield out
+
+
 def prompt_ratings(
     model: PreTrainedModel, output: BaseModelOutputWithPast, ids: Tensor, rate: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
@@ -44,7 +72,7 @@ def prompt_ratings(
     assert hidden is not None
     batch, columns = ids.shape
     ratings = torch.zeros(batch, columns, device=hidden.device)
-    at_once = max(1, LOGITS_AT_ONCE // (batch * model.config.get_text_config(decoder=True).vocab_size))
+    at_once = fitting(model, batch)
     for start in range(0, columns - 1, at_once):
         end = min(start + at_once, columns - 1)
         logits = head_logits(model, type(output)(last_hidden_state=hidden[:, start:end]))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from kvbench.cache.footprint import fed
 from kvbench.cache.hook import LayerCall
 from kvbench.cache.inputs import HiddenInputs, watch_inputs
 from kvbench.cache.model_layer import model_layer
-from kvbench.cache.pre_passes import PrePasses, rate
+from kvbench.cache.pre_passes import PrePasses
 from kvbench.cache.sequence import CachedSequence
 from kvbench.cache.step import Step
 from kvbench.engine.logits import base_of, prompt_ratings
@@ -44,29 +44,23 @@ from kvbench.policies.pre_passes.pre_pass import (
     TokenRating,
 )
 
-Kind = TypeVar("Kind", bound=KVCache)
 
-
-def open_cache(
-    model: PreTrainedModel, ids: Tensor, policy: Policy, kind: type[Kind], question: int | None = None
-) -> tuple[Tensor, Kind]:
+def open_cache(model: PreTrainedModel, ids: Tensor, policy: Policy, question: int | None) -> tuple[Tensor, KVCache]:
     """The tokens [1,T] of a prompt that the policy prefills, and a new cache for them.
 
     question: its position in the prompt, for policies that use it. Raises ValueError if the policy selects tokens and
     the model has no such layer.
     """
-    passed = None
+    whole, passed = ids, 0
     if isinstance(policy.pre_pass, PromptChoice):
-        whole = ids
         ids = _selected(model, whole, policy, policy.pre_pass)
         passed = 0 if ids is whole else whole.shape[1]
         policy = replace(policy, pre_pass=None)
     if policy.needs.hidden:
         watch_inputs(model)
-    cache = kind(model.config, policy, prompt_length=ids.shape[1], question=question)
-    if passed is not None:
-        cache.sequence.passed, cache.sequence.passed_entries = passed, float(fed(0, passed))
-        cache.sequence.passes = int(passed > 0)
+    cache = KVCache(model.config, policy, prompt_length=ids.shape[1], question=question)
+    cache.sequence.passed, cache.sequence.passed_entries = passed, float(fed(0, passed))
+    cache.sequence.passes = int(passed > 0)
     return ids, cache
 
 
@@ -116,12 +110,6 @@ def pre_pass(model: PreTrainedModel, cache: KVCache, ids: Tensor, encoder: TextE
             f"{sequences[0].policy.name} needs an extra forward pass before it evicts, which kvbench cannot run with "
             f"{type(model).__name__}: it calls a part of its {type(base_of(model)).__name__} instead of the whole"
         )
-
-
-def rate_next(cache: KVCache, logits: Tensor, tokens: Tensor) -> None:
-    """Rate the tokens [B,n] of the next call with the logits [B,V] before them, for policies that need ratings."""
-    for row, sequence in enumerate(cache.sequences):
-        rate(sequence, logits[row : row + 1], tokens[row : row + 1])
 
 
 def _check_continues(model: PreTrainedModel, cache: KVCache, sequence: CachedSequence) -> None:

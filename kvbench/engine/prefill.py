@@ -17,18 +17,19 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import KVCache
 from kvbench.cache.copies import fork, together
 from kvbench.cache.families import layout_of, reset_rotation
-from kvbench.engine.given import append_given, given_singly, given_size
-from kvbench.engine.logits import next_logits
+from kvbench.engine.logits import GIVEN_TOKENS, append_given, fitting, next_logits
 from kvbench.engine.pre_pass import open_cache, pre_pass
 from kvbench.engine.recorder import CALL_TOKENS, Recorder
-from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
-from kvbench.engine.sequence import LiveSequence, Played, choose_next
+from kvbench.engine.scores import MostKept, Scores, joined, score
+from kvbench.engine.sequence import LiveSequence, Played, Request, choose_next
 from kvbench.models.devices import now
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
 from kvbench.run.run import check_context
 
 Sequences = Sequence[LiveSequence]
+Part = list[Sequences]
+"""Columns of sequences that prefill one prompt together; a column has one policy, and a sequence for each question."""
 
 
 # --- calls of the model ----------------------------------------------------------------------------------------------
@@ -61,30 +62,28 @@ def call_size(model: PreTrainedModel, policy: Policy, begin: int, total: int) ->
     return total if layout_of(model.config).needs_one_call(begin + total) else policy.schedule.call_size(total)
 
 
-# --- prompts, each for the sequences of all questions about it -------------------------------------------------------
-def prefill_prompts(
-    model: PreTrainedModel, prompts: Sequence[Sequence[Sequences]], recorder: Recorder | None = None
-) -> None:
-    """Prefill prompts and choose the token after each, for the sequences of every question about it.
+# --- scripts of new sequences ----------------------------------------------------------------------------------------
+def prefill_prompts(model: PreTrainedModel, rows: Sequence[Sequences], recorder: Recorder | None = None) -> None:
+    """Feed the scripts of sequences, and choose the token after each; rows: the sequences of every request.
 
-    The sequences of all questions have the same policies in the same order, except for the seeds of random numbers.
-    Blocks of several prompts are rows of one call. A sequence that fails has its error afterwards.
+    All rows have the same policies in the same order, except for the seeds of random numbers. Neighbours with the same
+    prompt or context share its prefill. Blocks of several prompts are rows of one call. A sequence that fails has its
+    error afterwards.
     """
-    blocks: dict[int, list[Sequence[Sequences]]] = {}
-    for questions in prompts:
-        new = [[sequence for sequence in some if sequence.played is None] for some in questions]
-        for sequence in (sequence for sequence in chain(*questions) if sequence.played is not None):
-            _play(model, [sequence], None, 1)
-        for part in _parts(model, new):
-            if all(blocks_join(model, one.policy, _length(one)) for one in part[0]):
-                blocks.setdefault(_block(part[0][0]), []).append(part)
-            else:
-                _prefill_questions(model, part)
+    new = [[sequence for sequence in row if sequence.played is None] for row in rows]
+    for sequence in (sequence for sequence in chain(*rows) if sequence.played is not None):
+        _play(model, [sequence], None, 1)
+    blocks: dict[int, list[Part]] = {}
+    for part in chain(*(_parts(model, questions) for questions in _by_prompt(new))):
+        policies, total = [column[0].policy for column in part], part[0][0].request.prompt.shape[1]
+        if all(blocks_join(model, policy, total) for policy in policies):
+            blocks.setdefault(policies[0].schedule.call_size(total), []).append(part)
+        else:
+            _prefill_parts(model, [part], None, None)
     for size, parts in blocks.items():
         while parts:
-            rows = list(accumulate(len(part[0]) for part in parts))
-            fit = max(1, sum(count * size <= CALL_TOKENS for count in rows))
-            _prefill_blocks(model, parts[:fit], size, recorder)
+            fit = max(1, sum(count * size <= CALL_TOKENS for count in accumulate(map(len, parts))))
+            _prefill_parts(model, parts[:fit], size, recorder)
             del parts[:fit]
 
 
@@ -93,78 +92,88 @@ def blocks_join(model: PreTrainedModel, policy: Policy, tokens: int) -> bool:
     return policy.pre_pass is None and call_size(model, policy, 0, tokens) < tokens
 
 
-def _parts(model: PreTrainedModel, questions: Sequence[Sequences]) -> Iterator[Sequence[Sequences]]:
-    """The sequences of a prompt that can prefill together, for every question."""
-    shared: dict[LiveSequence, Sequences] = {}
-    for sequences in zip(*questions, strict=True):
-        if all(sequence.policy == sequences[0].policy for sequence in sequences[1:]):
-            shared[sequences[0]] = sequences
-        else:  # a policy with random numbers, for several answers to one prompt
-            yield from ([[sequence]] for sequence in sequences)
-    for batch in _batches(model, list(shared)):
-        yield list(zip(*(shared[first] for first in batch), strict=True))
-
-
-def _batches(model: PreTrainedModel, sequences: Sequences) -> Iterator[list[LiveSequence]]:
-    """Sequences that can prefill one prompt together: as a whole, or in blocks up to the tokens of a call."""
-    total = _length(sequences[0]) if sequences else 0
-    whole, blocks = [], dict[int, list[LiveSequence]]()
-    for sequence in sequences:
-        schedule, size = sequence.policy.schedule, _block(sequence)
-        if isinstance(sequence.policy.pre_pass, PromptChoice | BlockPasses):
-            yield [sequence]
-        elif size < total and not layout_of(model.config).needs_one_call(total):
-            blocks.setdefault(size, []).append(sequence)
-        elif schedule.order == "attend_then_evict" and len(schedule.steps(0, total, total)) == 1:
-            whole.append(sequence)
+def _by_prompt(rows: Sequence[Sequences]) -> list[list[Sequences]]:
+    """The rows, grouped by prompt or context: neighbours with the same one, which are no turns."""
+    found: list[list[Sequences]] = []
+    for row in filter(None, rows):
+        if found and _same_prompt(found[-1][0][0].request, row[0].request):
+            found[-1].append(row)
         else:
-            yield [sequence]
-    for size, some in blocks.items():
-        at_once = max(1, CALL_TOKENS // size)
-        yield from (some[i : i + at_once] for i in range(0, len(some), at_once))
-    if whole:
-        yield whole
+            found.append([row])
+    return found
 
 
-def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences]) -> None:
-    """Prefill for the sequences of the first question, copy their caches for the others, and append the questions."""
+def _same_prompt(one: Request, other: Request) -> bool:
+    if one.is_turn or other.is_turn or one.asks("question") != other.asks("question"):
+        return False
+    return torch.equal(one.prompt, other.prompt)
+
+
+def _parts(model: PreTrainedModel, questions: Sequence[Sequences]) -> Iterator[Part]:
+    """The sequences of one prompt, in parts that prefill together: as a whole, or in blocks of one size."""
+    total, found = questions[0][0].request.prompt.shape[1], dict[int, Part]()
+    for column in zip(*questions, strict=True):
+        size = _shared_size(model, column[0], total)
+        if any(one.policy != column[0].policy for one in column):  # random numbers of several answers to one prompt
+            for one in column:
+                yield [[one]]
+        elif size is None:
+            yield [column]
+        else:
+            found.setdefault(size, []).append(column)
+    for size, columns in found.items():
+        at_once = len(columns) if size >= total else max(1, CALL_TOKENS // size)
+        yield from (columns[i : i + at_once] for i in range(0, len(columns), at_once))
+
+
+def _shared_size(model: PreTrainedModel, sequence: LiveSequence, total: int) -> int | None:
+    """Tokens of the calls that a sequence shares with others of its prompt; None: it prefills by itself."""
+    schedule = sequence.policy.schedule
+    size = schedule.call_size(total)
+    if isinstance(sequence.policy.pre_pass, PromptChoice | BlockPasses):
+        return None
+    if size < total and not layout_of(model.config).needs_one_call(total):
+        return size
+    one_step = schedule.order == "attend_then_evict" and len(schedule.steps(0, total, total)) == 1
+    return total if one_step else None
+
+
+def _prefill_parts(model: PreTrainedModel, parts: Sequence[Part], size: int | None, recorder: Recorder | None) -> None:
+    """Prefill for the first sequence of every column, copy its cache for the others, and feed what follows.
+
+    size: of the blocks, if each call has a block of every part that has a whole one left; None: the only part prefills
+    by itself.
+    """
     try:
-        logits, opened = _prefill(model, questions[0])
+        ids = [_open(model, [first for first, *_ in part]) for part in parts]
+        opened = [[first.cache for first, *_ in part if first.cache is not None] for part in parts]
+        if size is None:
+            logits = [_prefill_alone(model, ids[0], opened[0], parts[0][0][0].request.encoder)]
+        else:
+            logits = _block_calls(model, ids, opened, size, recorder)
+        for first, *others in chain(*parts):
+            for sequence in others:
+                sequence.cache = None if first.cache is None else fork(first.cache)
+                sequence.error = first.error
     except Exception as error:  # of the model or the memory: it ends these sequences and no others
-        _fail(chain(*questions), error)
+        _fail(chain(*chain(*parts)), error)
         return
-    _ask(model, questions, logits, len(opened) * len(questions))
+    sharing = sum(len(caches) * len(part[0]) for caches, part in zip(opened, parts, strict=True))
+    for part, out in zip(parts, logits, strict=True):
+        for question in zip(*part, strict=True):
+            _play(model, [sequence for sequence in question if sequence.cache is not None], out, sharing)
 
 
-def _ask(model: PreTrainedModel, questions: Sequence[Sequences], logits: Tensor, sharing: int) -> None:
-    """Copy the caches of the first question's sequences for the others, and append the questions."""
-    first, *others = questions
-    try:
-        for question in others:
-            for sequence, source in zip(question, first, strict=True):
-                sequence.cache = None if source.cache is None else fork(source.cache)
-                sequence.error = source.error
-    except Exception as error:
-        _fail(chain(*questions), error)
-        return
-    for question in questions:
-        _play(model, [sequence for sequence in question if sequence.cache is not None], logits, sharing)
-
-
-def _prefill_blocks(
-    model: PreTrainedModel, prompts: Sequence[Sequence[Sequences]], size: int, recorder: Recorder | None
-) -> None:
-    """Prefill prompts in blocks of one size: each call has a block of every prompt that has a whole one left."""
-    try:
-        ids = [_open(model, questions[0]) for questions in prompts]
-        opened = [[one.cache for one in questions[0] if one.cache is not None] for questions in prompts]
-        logits = _block_calls(model, ids, opened, size, recorder)
-    except Exception as error:
-        _fail(chain(*chain(*prompts)), error)
-        return
-    sharing = sum(len(caches) * len(questions) for caches, questions in zip(opened, prompts, strict=True))
-    for questions, out in zip(prompts, logits, strict=True):
-        _ask(model, questions, out, sharing)
+def _prefill_alone(
+    model: PreTrainedModel, ids: Tensor, caches: Sequence[KVCache], encoder: TextEncoder | None
+) -> Tensor:
+    """The logits after a prompt [1,T] for some caches: [1,V] if all share one call, [S,V] if they prefill in blocks."""
+    if not caches:
+        return ids
+    size = call_size(model, caches[0].policy, 0, ids.shape[1])
+    if size >= ids.shape[1]:
+        return prefill(model, ids, together(caches, one_prompt=len(caches) > 1), encoder, size)
+    return prefill(model, ids.expand(len(caches), -1), together(caches), encoder, size)
 
 
 def _block_calls(
@@ -212,23 +221,6 @@ def _fail(sequences: Iterable[LiveSequence], error: Exception) -> None:
         sequence.error = sequence.error or error
 
 
-def _prefill(model: PreTrainedModel, sequences: Sequences) -> tuple[Tensor, list[LiveSequence]]:
-    """Create the caches of sequences and prefill their prompt; also the sequences whose caches could be created.
-
-    The logits after the prompt: [1,V] if all sequences share one call, [S,V] if they prefill in blocks.
-    """
-    ids = _open(model, sequences)
-    opened = [sequence for sequence in sequences if sequence.cache is not None]
-    caches = [sequence.cache for sequence in opened if sequence.cache is not None]
-    if not caches:
-        return ids, []
-    size = call_size(model, caches[0].policy, 0, ids.shape[1])
-    whole = size >= ids.shape[1]
-    cache = together(caches, whole and len(caches) > 1)
-    prompts = ids.expand(1 if whole else len(caches), -1)
-    return prefill(model, prompts, cache, sequences[0].request.encoder, size), opened
-
-
 def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
     """Create the cache of each sequence; returns the tokens [1,T] that they prefill."""
     request = sequences[0].request
@@ -237,8 +229,7 @@ def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
         try:
             if asks:
                 check_context(sequence.policy)
-            kind = WatchedCache if request.asks("scored") else KVCache
-            ids, sequence.cache = open_cache(model, request.prompt, sequence.policy, kind, request.question)
+            ids, sequence.cache = open_cache(model, request.prompt, sequence.policy, request.question)
             held = sequence.cache.sequence
             held.watchers = copy.deepcopy([*request.watch])
             held.isolated, held.takes_several = True, held.takes_several or asks
@@ -250,19 +241,33 @@ def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
 def _play(model: PreTrainedModel, sequences: Sequences, logits: Tensor | None, sharing: int) -> None:
     """Feed the rest of the script, and choose the next token; logits [1 or S,V] after what is in the caches.
 
-    Further prompts come one sequence at a time, because their caches may continue from different answers.
+    Turns of a conversation come one sequence at a time, because their caches may continue from different answers.
     """
-    if not sequences or not sequences[0].request.is_turn:
-        _end_script(model, sequences, logits, sharing)
+    if not sequences:
         return
-    for index, sequence in enumerate(sequences):
-        own = None if logits is None else logits[index % len(logits)][None]
-        try:
-            own = _next_prompts(model, sequence, own)
-        except Exception as error:
-            sequence.error = sequence.error or error
+    request, last = sequences[0].request, sequences[0].request.script[-1]
+    if request.is_turn and len(sequences) > 1:
+        assert logits is not None
+        for one, row in zip(sequences, logits.expand(len(sequences), -1).split(1), strict=True):
+            _play(model, [one], row, sharing)
+        return
+    try:
+        if request.is_turn:
+            logits = _next_prompts(model, sequences[0], logits)
+        assert logits is not None, "a turn has a prompt of its own"
+        if last.kind == "scored":
+            _score(model, sequences, last.tokens, logits)
         else:
-            _end_script(model, [sequence], own, sharing)
+            question = last.tokens if last.kind == "question" else last.tokens[:, :0]
+            logits = _append_question(model, sequences, question, logits)
+    except Exception as error:
+        _fail(sequences, error)
+        return
+    for sequence in sequences:
+        sequence.sharing = sharing
+        sequence.position, sequence.error = sequence.held.columns, sequence.error or sequence.held.error
+    if last.kind != "scored":
+        choose_next(sequences, logits)
 
 
 def _next_prompts(model: PreTrainedModel, sequence: LiveSequence, logits: Tensor | None) -> Tensor | None:
@@ -282,29 +287,6 @@ def _next_prompts(model: PreTrainedModel, sequence: LiveSequence, logits: Tensor
     return logits
 
 
-def _end_script(model: PreTrainedModel, sequences: Sequences, logits: Tensor | None, sharing: int) -> None:
-    """After the prompts, append a question or score tokens, and choose the next token; logits [1 or S,V]."""
-    if not sequences:
-        return
-    request = sequences[0].request
-    last = request.script[-1]
-    try:
-        assert logits is not None, "a turn has a prompt of its own"
-        if last.kind == "scored":
-            _score(model, sequences, last.tokens, logits)
-        else:
-            question = last.tokens if last.kind == "question" else last.tokens[:, :0]
-            logits = _append_question(model, sequences, question, logits)
-    except Exception as error:
-        _fail(sequences, error)
-        return
-    for sequence in sequences:
-        sequence.sharing = sharing
-        sequence.position, sequence.error = sequence.held.columns, sequence.error or sequence.held.error
-    if last.kind != "scored":
-        choose_next(sequences, logits)
-
-
 def _append_question(model: PreTrainedModel, sequences: Sequences, question: Tensor, logits: Tensor) -> Tensor:
     """Append a question [1,M] after a context: the logits after it [S,V]; of an empty one those given, [1 or S,V]."""
     request = sequences[0].request
@@ -321,26 +303,23 @@ def _append_question(model: PreTrainedModel, sequences: Sequences, question: Ten
 
 def _score(model: PreTrainedModel, sequences: Sequences, target: Tensor, logits: Tensor) -> None:
     """Score the tokens [1,M] after a prompt under each sequence; logits [1 or S,V] before the first of them."""
-    began, fed = now(model), target[:, :-1]
+    began, fed, caches = now(model), target[:, :-1], [one.cache for one in sequences if one.cache is not None]
     logits = logits.expand(len(sequences), -1)
     scored = [[score(row, target[0, :1])] for row in logits.split(1)]
-    done = [1] * len(sequences)
-    for sequence in sequences:
-        assert isinstance(sequence.cache, WatchedCache)
-        sequence.cache.expect(fed.shape[1])
-        sequence.cache.watch()
+    for cache in caches:
+        cache.expect(fed.shape[1])
+    most = list(map(MostKept, caches))
     report = sequences[0].request.report or (lambda tokens: None)
     report(len(sequences) * sequences[0].request.length)
     for some, out in _append_to_all(model, sequences, fed, logits, fitting(model)) if fed.shape[1] else ():
         report(out.shape[0] * out.shape[1])
         for index, rows in zip(some, out, strict=True):
-            scored[index].append(score(rows, target[0, done[index] : done[index] + len(rows)]))
-            done[index] += len(rows)
+            done = sum(len(logprobs) for logprobs, _ in scored[index])
+            scored[index].append(score(rows, target[0, done : done + len(rows)]))
     seconds = now(model) - began
-    for sequence, parts in zip(sequences, scored, strict=True):
-        assert isinstance(sequence.cache, WatchedCache)
+    for sequence, cache, kept, parts in zip(sequences, caches, most, scored, strict=True):
         try:
-            sequence.scores, sequence.complete = Scores(*joined(parts), sequence.cache, seconds), True
+            sequence.scores, sequence.complete = Scores(*joined(parts), cache, kept, seconds), True
         except FloatingPointError as error:
             sequence.error = error
 
@@ -350,23 +329,16 @@ def _append_to_all(
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Append given tokens [1,M] to every sequence: the logits [s,n,V] of each call, and the s sequences that are in it.
 
-    Sequences that need single tokens are one batch, all others another. logits [S,V]: before the first token. at_once:
-    the most tokens of one call. keep: as for `append_given`.
+    logits [S,V]: before the first token. at_once: the most tokens of one call. keep: as for `append_given`. Tokens come
+    one by one if each must be rated before it is appended, if a store compresses between two, if the model would rotate
+    all of a call by the length of the last token, or if it would reset its recurrent layers.
     """
-    singly = [given_singly(sequence.policy) for sequence in sequences]
-    for kind in set(singly):
-        some = [index for index, single in enumerate(singly) if single == kind]
+    groups: dict[bool, list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        groups.setdefault(sequence.policy.rates or not sequence.policy.store.exact, []).append(index)
+    for single, some in groups.items():
         cache = together([cache for index in some if (cache := sequences[index].cache) is not None])
-        policies = (one.policy for one in cache.sequences)
-        size = min(given_size(model, policies, cache.seen + tokens.shape[1]), max(1, at_once // len(some)))
+        single = single or layout_of(model.config).needs_one_call(cache.seen + tokens.shape[1])
+        size = 1 if single else min(GIVEN_TOKENS, max(1, at_once // len(some)))
         for out in append_given(model, cache, tokens.expand(len(some), -1), size, logits[some], keep):
             yield some, out
-
-
-def _length(sequence: LiveSequence) -> int:
-    return sequence.request.prompt.shape[1]
-
-
-def _block(sequence: LiveSequence) -> int:
-    """Tokens per block of its prompt; the whole prompt if the policy does not evict in blocks."""
-    return sequence.policy.schedule.call_size(_length(sequence))

@@ -7,7 +7,7 @@ import copy
 import importlib
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache as once
 from statistics import fmean
 from typing import Any
@@ -22,7 +22,7 @@ from kvbench.cache.footprint import fed
 from kvbench.cache.hook import attention
 from kvbench.cache.views import stacked
 from kvbench.engine.generate import Generation
-from kvbench.engine.sequence import LiveSequence, Request, advance, choose_next
+from kvbench.engine.sequence import LiveSequence, Request, choose_next
 from kvbench.errors import UsageError
 from kvbench.models.devices import now
 from kvbench.policies.latents import check_latents
@@ -98,12 +98,17 @@ def generate(model: PreTrainedModel, request: Request, policy: KVPress) -> Gener
         press = press_for(policy, prompt.shape[1])
     active = decodes(press)
     with attention(model, policy.attention), _restored(model):
-        with _press_errors(policy), _compressing_prompt(press, model), _recording_peak(model, cache, press):
+        with (
+            _press_errors(policy),
+            nullcontext() if _is(press, "DecodingPress") else press(model),  # it compresses only decoded tokens
+            _recording_peak(model, cache, press),
+        ):
             logits = _append(model, sequence, prompt, cache)
         sequence.position = cache.get_seq_length() if _rerotates(press) else prompt.shape[1]
         cache.note_bytes()
-        if not active:
-            _warn_if_masked(policy, cache, prompt.shape[1])
+        kept = float(torch.cat(cache.kept_by_layer(), dim=1).float().mean())
+        if not active and policy.budget is not None and kept > max(_budget(policy, prompt.shape[1]), 1) + 1:
+            _warn(policy.kind)
         with _press_errors(policy), ExitStack() as contexts:
             if active:
                 contexts.enter_context(press(model))
@@ -113,8 +118,9 @@ def generate(model: PreTrainedModel, request: Request, policy: KVPress) -> Gener
             choose_next([sequence], logits)
             prefilled = now(model)
             while not sequence.done:
-                last, place = (torch.tensor([[number]]) for number in (sequence.tokens[-1], sequence.position))
-                advance([sequence], _call(model, last.to(prompt.device), place, cache))
+                logits = _append(model, sequence, prompt.new_tensor([sequence.tokens[-1:]]), cache)
+                sequence.decode_steps += 1
+                choose_next([sequence], logits)
         cache.note_bytes()
         cache.masked = _masked(model, cache)
     if sequence.error is not None:
@@ -126,17 +132,12 @@ def generate(model: PreTrainedModel, request: Request, policy: KVPress) -> Gener
 
 
 def _append(model: PreTrainedModel, sequence: LiveSequence, tokens: Tensor, cache: PressedCache) -> Tensor:
-    """Append given tokens [1,M] to a sequence; the logits [1,V] after them."""
-    begin, sequence.position = sequence.position, sequence.position + tokens.shape[1]
-    return _call(model, tokens, torch.arange(begin, sequence.position)[None], cache)
-
-
-def _call(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: PressedCache) -> Tensor:
-    """The logits [1,V] after new tokens ids [1,M] at positions [1,M]; kvpress detects a prefill by `cache_position`."""
-    cache.feed(ids.shape[1])
-    where = positions.to(ids.device)
-    call = {"position_ids": where, "cache_position": where[0], "past_key_values": cache}
-    logits: Tensor = model(input_ids=ids, **call, use_cache=True, logits_to_keep=1).logits
+    """Append tokens [1,M] to a sequence; the logits [1,V] after them. kvpress detects a prefill by `cache_position`."""
+    cache.feed(tokens.shape[1])
+    positions = sequence.position + torch.arange(tokens.shape[1], device=tokens.device)
+    sequence.position += tokens.shape[1]
+    call = {"position_ids": positions[None], "cache_position": positions, "past_key_values": cache}
+    logits: Tensor = model(input_ids=tokens, **call, use_cache=True, logits_to_keep=1).logits
     return logits[:, -1]
 
 
@@ -220,12 +221,6 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
 
 
-def _compressing_prompt(press: Any, model: PreTrainedModel) -> AbstractContextManager[object]:  # noqa: ANN401
-    """The press during the prefill, unless it compresses only decoded tokens."""
-    found: AbstractContextManager[object] = nullcontext() if _is(press, "DecodingPress") else press(model)
-    return found
-
-
 def _question_calls(later: Tensor, cache: PressedCache, decodes: bool) -> Sequence[Tensor]:
     """The tokens after the context, [1,M], in calls of the model.
 
@@ -283,15 +278,9 @@ def _is(press: object, *names: str) -> bool:
     return isinstance(press, tuple(getattr(presses, name) for name in names if hasattr(presses, name)))
 
 
-def _warn_if_masked(policy: KVPress, cache: PressedCache, tokens: int) -> None:
-    """Log once that a press holds more than its budget."""
-    kept = float(torch.cat(cache.kept_by_layer(), dim=1).float().mean())
-    if policy.budget is not None and kept > max(_budget(policy, tokens), 1) + 1:
-        _warn(policy.kind)
-
-
 @once
 def _warn(kind: str) -> None:
+    """Log once that a press holds more than its budget."""
     log.warning(
         "%s holds more tokens than its budget: what it masks or sets to zero is not freed and counts as held", kind
     )

@@ -17,8 +17,8 @@ from kvbench.engine.teacher_forcing import policy_for
 from kvbench.errors import UsageError, refusing
 from kvbench.models.prompt import Prompt
 from kvbench.policies.schedule import Blocks
-from kvbench.results.definition import is_environment
-from kvbench.results.files import RunBusyError, held, read_json, remove_torn, write_json, write_yaml
+from kvbench.results.definition import environments
+from kvbench.results.files import RunBusyError, held, remove_torn, write_json, write_yaml
 from kvbench.results.labels import names
 from kvbench.results.metrics import write_metrics
 from kvbench.results.samples import FILE_NAME, Sample, SampleFile, open_samples, read_samples
@@ -97,6 +97,11 @@ class RunWriter:
             self._callback.ended(run, error)
 
     @property
+    def live(self) -> bool:
+        """Whether the batch computes it."""
+        return not (self.ended or self.run_alone)
+
+    @property
     def missing(self) -> list[int]:
         """The examples that are not computed yet."""
         return [i for i in self._left if i not in self._ready]
@@ -134,13 +139,9 @@ class RunWriter:
             log.info("%s: continues with example %d", self.run_id, next(iter(self._left), len(self._done)))
 
     def deliver(self, sample: Sample) -> None:
-        """Write a sample, after the samples before it. A sample that is on disk already changes nothing."""
+        """Write the samples that are next in order, if it is one of them. One that is on disk changes nothing."""
         if not self.ended and sample.index in self._left:
             self._ready[sample.index] = sample
-            self.write()
-
-    def write(self) -> None:
-        """Write the samples that are next in order."""
         while not self.ended and self._left and (first := next(iter(self._left))) in self._ready:
             with self.isolated():
                 assert self._file is not None
@@ -151,9 +152,6 @@ class RunWriter:
 
     def finish(self) -> None:
         """Write the metrics of a run whose examples are all on disk."""
-        self.write()
-        if self.ended:
-            return
         assert not self._left, f"{self.run_id} is finished without its examples {list(self._left)}"
         if self._file is None:
             _tidy(self.folder)
@@ -173,8 +171,7 @@ class RunWriter:
         self.end()
 
     def close(self) -> None:
-        """Write the samples that can be written, and close the files."""
-        self.write()
+        """Close the files."""
         self._open.close()
 
 
@@ -203,12 +200,16 @@ def _check_same_data(done: Sequence[Sample], prompts: Sequence[Prompt], folder: 
 # --- the order in which examples are computed and written ------------------------------------------------------------
 @dataclass
 class WorkItem:
-    """One example and the runs that need it. request: made at its first admission."""
+    """One example and the runs that need it.
+
+    request: made at its first admission. start: before the prefill for the first of its runs, in time.monotonic().
+    """
 
     index: int
     prompt: Prompt
     runs: Sequence[RunWriter]
     request: Request | None = None
+    start: float | None = None
 
     @property
     def conversation(self) -> int:
@@ -216,14 +217,9 @@ class WorkItem:
         return self.index // self.runs[0].run.samples - max(0, len(self.prompt.turns) - 1)
 
     @property
-    def missing(self) -> list[RunWriter]:
-        """The runs for which its sample is still to be computed."""
-        return [run for run in self.runs if not run.ended and not run.has(self.index)]
-
-    @property
     def live(self) -> list[RunWriter]:
         """The runs for which it is to be computed now."""
-        return [run for run in self.runs if not (run.ended or run.run_alone)]
+        return [run for run in self.runs if run.live]
 
 
 def work_items(runs: Sequence[RunWriter]) -> list[WorkItem]:
@@ -280,7 +276,7 @@ def _record_environment(run: Run, folder: Path, here: Mapping[str, Any]) -> None
 
     Raises UsageError if versions differ, unless `allow_version_mismatch` is set.
     """
-    known = _environments(folder)
+    known = environments(folder / _ENVIRONMENT)
     if here in known:
         return
     if not known and (folder / FILE_NAME).stat().st_size:
@@ -299,13 +295,3 @@ def _record_environment(run: Run, folder: Path, here: Mapping[str, Any]) -> None
         log.warning("%s: continued on %s, begun on %s, see environment.json", run.run_id, now[0], then[0])
     known.append(dict(here))
     write_json(folder / _ENVIRONMENT, {**known[0], **({"resumed": known[1:]} if known[1:] else {})})
-
-
-def _environments(folder: Path) -> list[dict[str, Any]]:
-    """The environments in which a run was computed so far."""
-    try:
-        first = read_json(folder / _ENVIRONMENT)
-        found = [first, *first.pop("resumed", [])]
-    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
-        return []
-    return found if all(map(is_environment, found)) else []

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
@@ -29,15 +29,13 @@ from kvbench.engine.answers import (
     kept_at_start,
     likelihood_of,
     request_for,
-    rounded,
-    units,
 )
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.divergence import full_cache
 from kvbench.engine.memory import MemoryPlanner
 from kvbench.engine.pace import Pace, Work
 from kvbench.engine.prefill import blocks_join
-from kvbench.engine.prompts import in_batch
+from kvbench.engine.prompts import in_batch, is_generated
 from kvbench.engine.run_writer import RunWriter, WorkItem, one_by_one
 from kvbench.engine.sequence import LiveSequence, Played, Request
 from kvbench.engine.teacher_forcing import policy_for
@@ -61,31 +59,15 @@ class _InFlight:
     admitted_with: int  # sequences of one admission, including itself
     prefill_seconds: float
     recomputed: int  # prompt tokens that had been computed for an earlier question
-    start: float  # of its example for the first of its runs, before the prefill; as in time.monotonic()
     decode_seconds: float = 0.0
     most_in_flight: int = 1  # maximum number of sequences in flight at one time, including itself
     kept: dict[str, Any] | None = None  # when the answer begins, see `kept_at_start`
-
-    @property
-    def prompt(self) -> Prompt:
-        """The prompt of its example."""
-        return self.item.prompt
-
-    @property
-    def live(self) -> bool:
-        """Whether its run still needs it."""
-        return not (self.run.ended or self.run.run_alone)
 
     def begin(self, sequence: LiveSequence) -> None:
         """Record what is kept of the prompt, if its evictions are over."""
         late = self.run.run.policy.schedule.late and not sequence.decode_steps
         if self.kept is None and sequence.error is None and not late:
-            self.kept = kept_at_start(self.run.run, self.prompt, sequence)
-
-    def work(self, sequence: LiveSequence, now: float) -> Work:
-        """What its example needs. now: on the clock of `start`."""
-        steps = sequence.request.max_new_tokens
-        return Work(now - self.start, len(self.prompt.ids), steps, steps - len(sequence.tokens))
+            self.kept = kept_at_start(self.run.run, self.item.prompt, sequence)
 
     @property
     def alone(self) -> bool:
@@ -112,7 +94,6 @@ class Scheduler:
         self._batch = self._new_batch()
         self._waiting = deque(one_by_one(items) if limit == 1 else items)
         self._in_flight: dict[LiveSequence, _InFlight] = {}
-        self._starts: dict[int, float] = {}  # of examples, by index
         # by conversation, run (None: the reference of comparisons) and sample
         self._played: dict[tuple[int, RunWriter | None, int | None], Played] = {}
 
@@ -136,26 +117,26 @@ class Scheduler:
                 self._waiting.popleft()
                 continue
             if not in_batch(runs[0].run, first.prompt):
-                self._compute_whole(self._waiting.popleft(), runs[0])
+                self._waiting.popleft()  # alone: the limit of its group of runs is 1
+                whole = partial(computed_whole, runs[0].run, self._loaded, first.prompt, self._advance)
+                self._deliver(runs[0], first.prompt, whole)
                 continue
             if not self._batch.can_admit(self._request(first)) or not self._may_start(first, len(runs)):
                 return
-            some = [first, *self._questions(first, runs)]
-            groups = [some] if len(some) > 1 else [some, *([one] for one in self._beside(first, runs))]
-            prompts = [one.prompt for group in groups for one in group]
-            in_flight = [(flight.run, flight.prompt) for flight in self._in_flight.values()]
-            count = self._planner.fits(prompts, runs, in_flight, self._batch.nbytes)
+            items = self._entering(first, runs)
+            in_flight = [(flight.run, flight.item.prompt) for flight in self._in_flight.values()]
+            count = self._planner.fits([one.prompt for one in items], runs, in_flight, self._batch.nbytes)
             if not count:
                 return
             if count < len(runs):
+                first.start = first.start or time.monotonic()
                 self._waiting[0] = replace(first, runs=runs[count:])
-                self._admit([[first]], runs[:count])
+                self._admit([first], runs[:count])
                 continue
-            count //= len(runs)
-            groups = groups[:count] if len(groups) > 1 else [some[:count]]
-            for _ in chain(*groups):
+            items = items[: count // len(runs)]
+            for _ in items:
                 self._waiting.popleft()
-            self._admit(groups, runs)
+            self._admit(items, runs)
 
     def _may_start(self, item: WorkItem, count: int, before: Sequence[WorkItem] = ()) -> bool:
         """Whether an example may start for `count` runs; the rest of the oldest one in flight always may.
@@ -165,87 +146,69 @@ class Scheduler:
         oldest = next(iter(self._in_flight.values()), None)
         if not before and (oldest is None or item.index <= oldest.item.index):
             return True
-        now, steps = time.monotonic(), self._request(item).max_new_tokens
-        started = [flight.work(sequence, now) for sequence, flight in self._in_flight.items()]
-        tokens = sum(len(one.prompt.ids) for one in (*before, item))
-        new = Work(0.0, tokens, steps, steps)
+        now, steps, started = time.monotonic(), self._request(item).max_new_tokens, list[Work]()
+        for sequence, flight in self._in_flight.items():
+            most = sequence.request.max_new_tokens
+            seconds = now - (flight.item.start or now)
+            started.append(Work(seconds, len(flight.item.prompt.ids), most, most - len(sequence.tokens)))
+        new = Work(0.0, sum(len(one.prompt.ids) for one in (*before, item)), steps, steps)
         return self._pace.may_start(started, new, self._batch.in_flight + len(before) * count, count)
 
-    def _beside(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
-        """The next examples for the same runs whose blocks can be rows of the calls with those of the first one."""
-        found: list[WorkItem] = []
-        model = self._loaded.model
-        for one in islice(self._waiting, 1, None) if _blocks_join(model, first) else ():
-            joins = one.live == runs and _blocks_join(model, one) and self._batch.can_admit(self._request(one))
-            if not (joins and self._may_start(one, len(runs), [first, *found])):
+    def _entering(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
+        """An item, and the next ones for the same runs that enter with it.
+
+        They are questions about its context, whose prefill they share, or prompts whose blocks are rows of its calls.
+        """
+        model, context, found = self._loaded.model, first.prompt.context_hash, [first]
+        joins = context is None and _blocks_join(model, first)
+        for one in islice(self._waiting, 1, None) if joins or (context and not first.prompt.turns) else ():
+            enters = one.live == runs and one.prompt.context_hash == context
+            enters = enters and self._batch.can_admit(*map(self._request, (*found, one)))
+            if not enters or (joins and not (_blocks_join(model, one) and self._may_start(one, len(runs), found))):
                 break
             found.append(one)
         return found
 
-    def _questions(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
-        """The next questions for the same runs that can share the prefill of the first one's context."""
-        context = first.prompt.context_hash
-        if context is None or first.prompt.turns:
-            return []
-        following = islice(self._waiting, 1, None)
-        found = takewhile(lambda one: one.prompt.context_hash == context and one.live == runs, following)
-        return list(takewhile(lambda one: self._batch.shares_prompt(self._request(first), self._request(one)), found))
-
     def _request(self, item: WorkItem) -> Request:
         if item.request is None:
-            request = request_for(item.runs[0].run, self._loaded, item.prompt)
-            item.request = replace(request, report=self._advance) if item.prompt.is_scored else request
+            item.request = request_for(item.runs[0].run, self._loaded, item.prompt, self._advance)
         return item.request
 
-    def _compute_whole(self, item: WorkItem, run: RunWriter) -> None:
-        """Compute an example that cannot be part of a batch; its group of runs has a limit of 1."""
-        shown = 0
-
-        def report(done: int) -> None:
-            nonlocal shown
-            self._advance(done - shown)
-            shown = done
-
-        self._deliver(run, item.prompt, lambda: computed_whole(run.run, self._loaded, item.prompt, report))
-        report(units(item.prompt))
-
-    def _admit(self, groups: Sequence[Sequence[WorkItem]], runs: Sequence[RunWriter]) -> None:
-        """Prefill prompts, or a context and some questions about it, for some runs. groups: items of equal prompts."""
-        first, run, model, before = groups[0][0], runs[0].run, self._loaded.model, self._batch.nbytes
-        some = list(chain(*groups))
-        count, tokens = len(some) * len(runs), sum(len(group[0].prompt.ids) for group in groups)
-        requests = [list(map(self._request, group)) for group in groups]
+    def _admit(self, items: Sequence[WorkItem], runs: Sequence[RunWriter]) -> None:
+        """Prefill prompts, or a context and some questions about it, for some runs."""
+        first, run, model, before = items[0], runs[0].run, self._loaded.model, self._batch.nbytes
+        prefilled = items if first.prompt.context_hash is None else [first]
+        count, tokens = len(items) * len(runs), sum(len(one.prompt.ids) for one in prefilled)
+        requests = list(map(self._request, items))
         played = [self._history(first, run) for run in runs]
-        if first.prompt.own and len(first.prompt.turns) > 1 and None in played:  # runs with own answers are alone
-            error = HistoryError("the answer of an earlier turn failed, so this turn has no history")
-            self._deliver(runs[0], first.prompt, partial(_raise, error))
-            return
         if first.prompt.turns and not first.prompt.own and self._continues(first, runs):
-            requests = [[replace(requests[0][0], next_turn="golden")]]
+            requests = [replace(requests[0], next_turn="golden")]
         reset_peak(run.device)
         allocated, began, start = peak(run.device), now(model), time.monotonic()
-        starts = [self._starts.setdefault(one.index, start) for one in some]
+        for one in items:
+            one.start = one.start or start
         try:
+            if first.prompt.own and len(first.prompt.turns) > 1 and None in played:
+                raise HistoryError("the answer of an earlier turn failed, so this turn has no history")
             policies = [policy_for(run.run.policy, first.prompt) for run in runs]
             reference = full_cache() if run.task.divergence else None
             before_it = [] if reference is None else [self._history(first, None)]
-            admitted = self._batch.admit_prompts(requests, policies, [*before_it, *played], reference)
+            admitted = self._batch.admit(requests, policies, [*before_it, *played], reference)
         except Exception as error:
-            self._fail(error, [(run, one.prompt) for one in some for run in runs])
+            self._fail(error, [(run, one.prompt) for one in items for run in runs])
             return
         seconds = now(model) - began
         self._totals.prefilled(tokens, count, seconds)
-        self._pace.prefilled(tokens, len(groups[0]) * len(runs), seconds)
+        self._pace.prefilled(tokens, count // len(prefilled), seconds)
         if allocated is not None:
             taken = (peak(run.device) or 0) - allocated
             self._planner.measured(first.prompt, run, taken - (self._batch.nbytes - before))
-        for one, own, start in zip(some, chain(*admitted), starts, strict=True):
+        for one, own in zip(items, admitted, strict=True):
             for sequence, writer, history in zip(own, runs, played, strict=True):
                 known = one.prompt.known if one is first else 0
                 recomputed = known if history is None else history.recomputed
-                self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed, start)
-                reader = None if sequence.comparison is None else sequence.comparison.reference
-                for key, kept in ((writer, sequence), (None, reader)):
+                self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed)
+                for key, kept in ((writer, sequence), (None, sequence.reference)):
                     if kept is not None and kept.played is not None and kept.error is None:
                         self._played[one.conversation, key, one.prompt.sample] = kept.played
         in_flight = self._batch.in_flight
@@ -295,12 +258,12 @@ class Scheduler:
             flight = self._in_flight.pop(sequence)
             error = sequence.error = sequence.error and as_memory_error(sequence.error)
             if error is None and sequence.cache is not None:
-                self._planner.finished(flight.run, flight.prompt, sequence.cache.nbytes)
-            if not flight.live:
+                self._planner.finished(flight.run, flight.item.prompt, sequence.cache.nbytes)
+            if not flight.run.live:
                 continue
             if error is None or flight.alone or isinstance(error, OWN_ERRORS):
                 self._keep_own_history(flight, sequence)
-                self._deliver(flight.run, flight.prompt, partial(_sample, flight, sequence))
+                self._deliver(flight.run, flight.item.prompt, partial(_sample, flight, sequence))
             elif isinstance(error, OUT_OF_MEMORY):
                 self._waiting.appendleft(replace(flight.item, runs=[flight.run]))
                 self._planner.ran_out(in_flight)
@@ -310,7 +273,7 @@ class Scheduler:
 
     def _keep_own_history(self, flight: _InFlight, sequence: LiveSequence) -> None:
         """Keep the cache of an answer that is part of the history of a later turn."""
-        prompt, item = flight.prompt, flight.item
+        item, prompt = flight.item, flight.item.prompt
         if sequence.error is None and sequence.cache is not None and prompt.own and self._continues(item, [flight.run]):
             pending = sequence.tokens[sequence.decode_steps :]
             again = sum(prompt.turns) if flight.run.has(prompt.example.index) else 0
@@ -329,12 +292,12 @@ class Scheduler:
                     raise
                 sample = failed(run.run, prompt, error)
             run.deliver(sample)
-            if wanted and in_batch(run.run, prompt):
-                self._advance(1)  # scored tokens but the last are reported after every call
+            if wanted:
+                self._advance(1)  # scored tokens but one are reported after every call
 
     def _fail(self, error: Exception, admitted: Sequence[tuple[RunWriter, Prompt]]) -> None:
         """An error of the batch, or of sequences that are being admitted: the batch begins anew without them."""
-        failed = [*((flight.run, flight.prompt) for flight in self._in_flight.values()), *admitted]
+        failed = [*((flight.run, flight.item.prompt) for flight in self._in_flight.values()), *admitted]
         self._in_flight.clear()
         self._batch = self._new_batch()
         for run, prompt in failed:
@@ -351,7 +314,7 @@ class Scheduler:
 
     def _drop_unwanted(self) -> None:
         """Remove the sequences of runs that ended or are to be computed alone."""
-        unwanted = [sequence for sequence, flight in self._in_flight.items() if not flight.live]
+        unwanted = [sequence for sequence, flight in self._in_flight.items() if not flight.run.live]
         self._batch.drop(unwanted)
         for sequence in unwanted:
             del self._in_flight[sequence]
@@ -359,13 +322,9 @@ class Scheduler:
 
 def _blocks_join(model: PreTrainedModel, item: WorkItem) -> bool:
     """Whether all runs of an item prefill its prompt in blocks, which can be rows of calls with those of others."""
-    prompt = item.prompt
-    own_rules = (
-        prompt.turns or prompt.is_scored or prompt.example.reading is not None or prompt.context_hash is not None
-    )
-    if own_rules or not in_batch(item.runs[0].run, prompt):
+    if not is_generated(item.prompt) or item.prompt.example.reading is not None:
         return False
-    return all(blocks_join(model, run.run.policy, len(prompt.ids)) for run in item.runs)
+    return all(blocks_join(model, run.run.policy, len(item.prompt.ids)) for run in item.runs)
 
 
 def _raise(error: Exception) -> NoReturn:
@@ -377,9 +336,9 @@ def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
     if sequence.error is not None:
         raise sequence.error
     assert sequence.cache is not None
-    run, prompt, seconds = flight.run.run, flight.prompt, flight.decode_seconds
+    run, prompt, seconds = flight.run.run, flight.item.prompt, flight.decode_seconds
     if sequence.scores is None:
-        compared = None if sequence.comparison is None else partial(sequence.comparison.result, sequence)
+        compared = None if sequence.reference is None else sequence.divergences
         sample = answered(run, prompt, sequence.tokens, sequence.cache, sequence.decode_steps, compared, flight.kept)
     else:
         sample, seconds = likelihood_of(run, prompt, sequence.policy, sequence.scores), sequence.scores.seconds
@@ -389,11 +348,11 @@ def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
         shared_prefill=sequence.sharing,
         rows_in_flight=flight.most_in_flight,
     )
-    if not flight.alone or sequence.comparison is not None:  # with the full cache beside it
+    if not flight.alone or sequence.reference is not None:  # with the full cache beside it
         return sample
     return replace(
         sample,
-        prefill_seconds=rounded(flight.prefill_seconds - (seconds if sequence.scores else 0)),
-        decode_seconds=rounded(seconds),
+        prefill_seconds=round(flight.prefill_seconds - (seconds if sequence.scores else 0), 6),
+        decode_seconds=round(seconds, 6),
         device_peak_bytes=peak(run.device),
     )

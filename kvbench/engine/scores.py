@@ -1,4 +1,4 @@
-"""The likelihood of given tokens, and a cache that records how many tokens it held while they were scored.
+"""The likelihood of given tokens, and the most tokens that a cache kept while they were scored.
 
 Shapes: n scored tokens, V vocabulary, L layers, H_kv KV heads.
 """
@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.engine.logits import LOGITS_AT_ONCE, NOT_A_NUMBER
+from kvbench.engine.logits import NOT_A_NUMBER
 from kvbench.policies.pre_passes.surprisal import surprisal
 from kvbench.results.samples import Likelihood
 
@@ -23,13 +22,14 @@ class Scores:
     """The likelihood of given tokens.
 
     logprobs [n] float32: log p of each token, in nats. greedy [n] bool: whether greedy decoding would choose it. cache:
-    at the end; the last token was not appended to it after a prompt. seconds: from the first scored token to the last,
-    without the prompt. block: tokens between two evictions of a text.
+    at the end; the last token was not appended to it after a prompt. most_kept: while tokens were scored. seconds: from
+    the first scored token to the last, without the prompt. block: tokens between two evictions of a text.
     """
 
     logprobs: Tensor
     greedy: Tensor
-    cache: WatchedCache
+    cache: KVCache
+    most_kept: MostKept
     seconds: float
     block: int | None = None
 
@@ -44,36 +44,27 @@ class Scores:
         return float(self.logprobs.double().sum())
 
 
-class WatchedCache(KVCache):
-    """A cache that records the most tokens that each layer and KV head kept since `watch` was called."""
+class MostKept:
+    """The most tokens that each layer and KV head of a cache kept since this was made; calls may bring several."""
 
-    _most: dict[int, Tensor] | None = None
-
-    def watch(self) -> None:
-        """Start to record, with the tokens kept now; calls may bring several tokens."""
-        self._most = {}
-        self.sequence.takes_several = True
-        self.sequence.on_change = self._record
-        for index, layer in enumerate(self.attention_layers):
+    def __init__(self, cache: KVCache) -> None:
+        self._layers = cache.attention_layers
+        self._most: dict[int, Tensor] = {}
+        cache.sequence.takes_several = True
+        cache.sequence.on_change = self._record
+        for index, layer in enumerate(self._layers):
             if layer.is_initialized:
                 self._record(index)
 
     @property
-    def most_kept(self) -> list[Tensor]:
-        """[H_kv] of each layer: the most tokens kept at any time, over all sequences."""
-        assert self._most, "nothing was recorded"
-        return [self._most[index].cpu() for index in range(len(self.attention_layers))]
+    def by_layer(self) -> list[Tensor]:
+        """[H_kv] of each layer."""
+        return [self._most[index].cpu() for index in range(len(self._layers))]
 
     def _record(self, index: int) -> None:
         """Called whenever a layer has appended or evicted tokens."""
-        assert self._most is not None
-        kept = self.attention_layers[index].kept_tokens().amax(0)
+        kept = self._layers[index].kept_tokens().amax(0)
         self._most[index] = torch.maximum(self._most.get(index, kept), kept)
-
-
-def fitting(model: PreTrainedModel) -> int:
-    """Tokens of one call whose logits fit into `LOGITS_AT_ONCE`."""
-    return max(1, LOGITS_AT_ONCE // int(model.config.get_text_config(decoder=True).vocab_size))
 
 
 def score(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ Shapes: S sequences, T prompt tokens, M tokens of a question, V vocabulary.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from kvbench.engine.scores import Scores
 from kvbench.errors import counted
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
-from kvbench.results.samples import Divergence
 from kvbench.run.run_config import Sampling
 
 
@@ -53,11 +52,6 @@ class Feed:
         if self.tokens.shape[1] == 0:
             raise ValueError(f"a {self.kind} needs at least one token")
 
-    @property
-    def length(self) -> int:
-        """The number of its tokens."""
-        return self.tokens.shape[1]
-
 
 def script_of(
     ids: Tensor, context: int | None = None, turns: Sequence[int] = (), scored: Tensor | None = None
@@ -86,7 +80,7 @@ class Request:
     prompt, for policies that use it (FINCH). encoder: tokenizer for policies whose pre-pass contains text (KVzip).
     stop: ends the answer when it is true for the tokens generated so far. sampler: makes the random numbers of one
     answer; None: greedy decoding. dictated: tokens with which the answer begins; they count towards max_new_tokens and
-    min_new_tokens. given: they are the whole answer. example: seed of the run and index of the example, for policies
+    min_new_tokens. example: seed of the run and index of the example, for policies
     that use random numbers; None: their own seed. parts: positions of the first tokens of the parts of the prompt that
     the task names. protected: positions [first, end) of the parts that protect=span keeps. report: called with the
     number of tokens, over all sequences, after the prompt and after every call that scores some. watch: watchers of
@@ -103,11 +97,10 @@ class Request:
     encoder: TextEncoder | None = None
     sampler: Callable[[], TokenSampler] | None = None
     dictated: tuple[int, ...] = ()
-    given: bool = False
     example: tuple[int, int] | None = None
     parts: tuple[int, ...] = ()
     protected: tuple[tuple[int, int], ...] = ()
-    report: Callable[[int], None] | None = None
+    report: Callable[[int], object] | None = None
     watch: tuple[Watcher, ...] = ()
     next_turn: Literal["golden", "own"] | None = None
 
@@ -119,7 +112,12 @@ class Request:
     @property
     def length(self) -> int:
         """Tokens before the answer, or before those that are scored."""
-        return sum(feed.length for feed in self.script if feed.kind != "scored")
+        return sum(feed.tokens.shape[1] for feed in self.script if feed.kind != "scored")
+
+    @property
+    def is_dictated(self) -> bool:
+        """Whether the whole answer is dictated."""
+        return len(self.dictated) == self.max_new_tokens
 
     @property
     def is_turn(self) -> bool:
@@ -145,21 +143,6 @@ class Played:
     recomputed: int = 0
 
 
-class Compared(Protocol):
-    """The sequences of one example that are compared with each other (`kvbench.engine.divergence`)."""
-
-    reference: "LiveSequence"
-
-    def hold(self, sequence: "LiveSequence", logits: Tensor) -> None:
-        """Keep the logits [V] of a sequence until all sequences have taken the step."""
-
-    def advance(self) -> None:
-        """Compare the sequences that took a step, and choose their next token."""
-
-    def result(self, sequence: "LiveSequence", answer: str) -> Divergence:
-        """The divergence of a finished sequence. answer: the text that it was fed."""
-
-
 @dataclass(eq=False)
 class LiveSequence:
     """One request under one policy, and its answer so far.
@@ -169,7 +152,8 @@ class LiveSequence:
     answer without EOS. complete: the answer has ended. error: the exception that ended it early; the other fields are
     then undefined. logits: [1,V] after the last token, for policies that rate tokens. played: of a conversation: what
     of the script is in a cache already; after the prefill, what the next turn continues from. scores: of scored tokens.
-    comparison: chooses its tokens together with those of the full cache, with which it is compared.
+    reference: the sequence of the full cache with which it is compared, itself for that sequence. waiting: logits [1,V]
+    until all compared sequences have taken a step. divergences: of every token (`engine.divergence.TokenDivergence`).
     """
 
     request: Request
@@ -184,7 +168,9 @@ class LiveSequence:
     logits: Tensor | None = field(default=None, repr=False)
     played: Played | None = None
     scores: Scores | None = None
-    comparison: "Compared | None" = None
+    reference: "LiveSequence | None" = None
+    waiting: Tensor | None = field(default=None, repr=False)
+    divergences: list[tuple[float, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sampler = None if self.request.sampler is None else self.request.sampler()
@@ -198,7 +184,7 @@ class LiveSequence:
     @property
     def is_reference(self) -> bool:
         """Whether other sequences are compared with it, so that its own sample is of no use."""
-        return self.comparison is not None and self.comparison.reference is self
+        return self.reference is self
 
     @property
     def done(self) -> bool:
@@ -222,7 +208,7 @@ class LiveSequence:
         request = self.request
         if self.dictated is not None:
             self.tokens.append(token)
-            self.complete = request.given and len(self.tokens) == len(request.dictated)
+            self.complete = len(self.tokens) == request.max_new_tokens
         elif token in request.eos_token_ids:
             self.complete = True
         else:
@@ -231,27 +217,19 @@ class LiveSequence:
             self.complete = len(self.tokens) >= request.max_new_tokens or bool(request.stop and request.stop(generated))
 
 
-def advance(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
-    """Count a decoding step of every sequence, and choose the next tokens; logits [S,V] after the last ones."""
-    for sequence in sequences:
-        sequence.position += 1
-        sequence.decode_steps += 1
-    choose_next(sequences, logits)
-
-
 def choose_next(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
     """Append the next token to every sequence; logits [S,V], or [1,V] if they are the same for all.
 
-    A sequence that is compared with another waits with its logits for `Comparison.advance`. A sequence whose logits are
+    A sequence that is compared with another waits with its logits for `divergence.compare`. A sequence whose logits are
     not numbers ends with a FloatingPointError. Reading the tokens is the only point of a step at which the host waits
     for the device.
     """
     if len(logits) < len(sequences):
         logits = logits.repeat(len(sequences), 1)
-    if any(sequence.comparison is not None for sequence in sequences):
-        for sequence, row in zip(sequences, logits, strict=True):
-            assert sequence.comparison is not None, "a batch compares all of its sequences, or none"
-            sequence.comparison.hold(sequence, row)
+    if any(sequence.reference is not None for sequence in sequences):
+        for sequence, row in zip(sequences, logits.split(1), strict=True):
+            assert sequence.reference is not None, "a batch compares all of its sequences, or none"
+            sequence.waiting = row.clone()  # a recorded step overwrites its logits
         return
     tokens, broken = next_tokens(logits, sequences)
     for index, (sequence, token, is_broken) in enumerate(zip(sequences, tokens.tolist(), broken, strict=True)):

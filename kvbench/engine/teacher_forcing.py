@@ -1,6 +1,6 @@
 """Teacher forcing: the likelihood of given tokens, while the cache holds what a policy keeps.
 
-`continuation_scores` compresses a prompt and scores the tokens after it; `text_scores` scores a whole text, whose
+`score_pair` compresses a prompt and scores the tokens after it; `text_scores` scores a whole text, whose
 policy evicts block by block.
 
 Shapes: T tokens of a prompt or text, M of a continuation.
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.cache.cache import KVCache
 from kvbench.cache.families import layout_of
-from kvbench.engine.given import GIVEN_TOKENS, append_given
+from kvbench.engine.logits import GIVEN_TOKENS, append_given, fitting
 from kvbench.engine.prefill import prefill_prompts
-from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
+from kvbench.engine.scores import MostKept, Scores, joined, score
 from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.models.devices import now
 from kvbench.models.prompt import Prompt
@@ -28,34 +29,20 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
 from kvbench.policies.schedule import Blocks
 
-Report = Callable[[int], None]
-
-
-def _ignore(tokens: int) -> None:
-    """The default report of progress: none."""
-
 
 @torch.inference_mode()
-def continuation_scores(
-    model: PreTrainedModel,
-    prompt: Tensor,
-    continuation: Tensor,
-    policy: Policy,
-    encoder: TextEncoder | None = None,
-) -> Scores:
-    """Compress the prompt [1,T] as generation does, then score the continuation [1,M] with decoding steps.
+def score_pair(model: PreTrainedModel, pair: Pair, policy: Policy, encoder: TextEncoder | None = None) -> Scores:
+    """Compress a context as generation does, then score its continuation with decoding steps.
 
-    encoder: tokenizer for pre-passes that contain text.
-    Raises BudgetError if the cache holds more than the policy allows, ValueError for an empty prompt or continuation.
+    encoder: tokenizer for pre-passes that contain text. Raises BudgetError if the cache holds more than the policy
+    allows, ValueError for an empty context or continuation.
     """
-    if len(prompt) != 1 or len(continuation) != 1 or not prompt.shape[1] or not continuation.shape[1]:
-        raise ValueError(
-            "one prompt and one continuation are scored at a time, each with at least one token; got "
-            f"{list(prompt.shape)} and {list(continuation.shape)} tokens"
-        )
-    script = script_of(prompt, scored=continuation)
+    context, continuation = (
+        torch.tensor([ids], dtype=torch.long, device=model.device) for ids in (pair.context, pair.continuation)
+    )
+    script = script_of(context, scored=continuation)
     sequence = LiveSequence(Request(script, continuation.shape[1], encoder=encoder), policy)
-    prefill_prompts(model, [[[sequence]]])
+    prefill_prompts(model, [[sequence]])
     if sequence.error is not None:
         raise sequence.error
     assert sequence.scores is not None
@@ -64,12 +51,14 @@ def continuation_scores(
 
 
 @torch.inference_mode()
-def text_scores(model: PreTrainedModel, ids: Tensor, policy: Policy, *, report: Report = _ignore) -> Scores:
+def text_scores(
+    model: PreTrainedModel, ids: Tensor, policy: Policy, report: Callable[[int], object] | None = None
+) -> Scores:
     """Score every token of a text [1,T] except the first, while the policy evicts after every block of its schedule.
 
     A block is scored before its eviction, so that its tokens attend to the budget and to up to m - 1 tokens of the
     block. The last logits of a block score the first token of the next, so that each token is scored once. report:
-    called with the number of tokens so far after every call.
+    called with the number of scored tokens after every call.
     Raises BudgetError if the cache holds more than the policy allows, ValueError if the policy evicts nothing before
     the end of the text.
     """
@@ -78,8 +67,8 @@ def text_scores(model: PreTrainedModel, ids: Tensor, policy: Policy, *, report: 
     check_blocks(policy)
     began = now(model)
     total = ids.shape[1]
-    cache = WatchedCache(model.config, policy, prompt_length=total)
-    cache.watch()
+    cache = KVCache(model.config, policy, prompt_length=total)
+    most = MostKept(cache)
     block = int(policy.schedule.size) if policy.evicts and isinstance(policy.schedule, Blocks) else None
     size = min(GIVEN_TOKENS, fitting(model)) if layout_of(model.config).continues else 1
     size -= size % (block or 1) if (block or 1) <= size else 0
@@ -90,20 +79,13 @@ def text_scores(model: PreTrainedModel, ids: Tensor, policy: Policy, *, report: 
         scored.append(score(out[0, : len(following)], following))
         if block is None or done % block == 0 or done == total:
             cache.audit()
-        report(done)
+        if report is not None:
+            report(len(following))
     logprobs, greedy = joined(scored)
-    return Scores(logprobs, greedy, cache, now(model) - began, block)
+    return Scores(logprobs, greedy, cache, most, now(model) - began, block)
 
 
 # --- examples of a task ----------------------------------------------------------------------------------------------
-def score_pair(model: PreTrainedModel, pair: Pair, policy: Policy, encoder: TextEncoder | None = None) -> Scores:
-    """Compress a context as a prompt and score its continuation."""
-    context, continuation = (
-        torch.tensor([ids], dtype=torch.long, device=model.device) for ids in (pair.context, pair.continuation)
-    )
-    return continuation_scores(model, context, continuation, policy, encoder)
-
-
 def policy_for(policy: Policy, prompt: Prompt) -> Policy:
     """The policy with the block size of the example's task.
 

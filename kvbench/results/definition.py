@@ -272,11 +272,20 @@ def is_environment(value: object) -> bool:
     return isinstance(packages, dict) and isinstance(hardware, dict) and known <= hardware.keys()
 
 
-def _is_environment_file(path: Path) -> bool:
+def environments(path: Path) -> list[dict[str, Any]]:
+    """The environments in which a run was computed so far; none if the file is missing or damaged."""
     try:
         first = read_json(path)
-        return is_environment(first) and all(map(is_environment, first.get("resumed", [])))
-    except (OSError, ValueError, TypeError, RecursionError):
+        found = [first, *first.pop("resumed", [])]
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
+        return []
+    return found if all(map(is_environment, found)) else []
+
+
+def _is_environment_file(path: Path) -> bool:
+    try:
+        return bool(environments(path))
+    except OSError:
         return False
 
 

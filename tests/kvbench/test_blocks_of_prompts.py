@@ -38,14 +38,14 @@ def admitted(family: str, some: list[Policy], **request: Any) -> tuple[Any, list
     """The model, the rows of every call of the prefill, and the sequences of all prompts when they have ended."""
     model = prepare(tiny(family))
     batch, rows = DecodeBatch(model), list[int]()
-    asked = [[Request(script_of(torch.tensor([prompt(n, n)])), 4, **request)] for n in LENGTHS]
+    asked = [Request(script_of(torch.tensor([prompt(n, n)])), 4, **request) for n in LENGTHS]
     hook = model.base_model.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    found = batch.admit_prompts(asked, some)
+    found = batch.admit(asked, some)
     hook.remove()
     finish(batch)
-    return model, rows, [one for answers in found for (sequences) in answers for one in sequences]
+    return model, rows, [one for sequences in found for one in sequences]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -85,7 +85,7 @@ def test_a_run_prefills_its_examples_in_shared_calls_and_writes_what_it_writes_a
     fields = ("schedule=blocks", "block=64", "budget=48", "limit=6", "policy.scorer.window=8")
     (shared,) = cells_of(tiny_model, tmp_path / "shared", "snapkv", *fields)
     (alone,) = cells_of(tiny_model, tmp_path / "alone", "snapkv", *fields, rows=1)
-    with mock.patch.object(DecodeBatch, "admit_prompts", autospec=True, side_effect=DecodeBatch.admit_prompts) as admit:
+    with mock.patch.object(DecodeBatch, "admit", autospec=True, side_effect=DecodeBatch.admit) as admit:
         assert compute_runs([shared]) == [None]
     assert max(len(call.args[1]) for call in admit.call_args_list) > 1
     assert compute_runs([alone]) == [None]

@@ -70,7 +70,7 @@ def test_a_broken_score_ends_only_its_own_sequence(at: int) -> None:
     broken = policy(at)
     alone = generate_tokens(running, asked(1).prompt, good, max_new_tokens=6)
     rows = DecodeBatch(running)
-    (wrong, right), (other,) = rows.admit(asked(1), [broken, good]), rows.admit(asked(1), [good])
+    (wrong, right), (other,) = rows.admit([asked(1)], [broken, good])[0], rows.admit([asked(1)], [good])[0]
     finish(rows)
     assert isinstance(wrong.error, FloatingPointError)
     assert "divided gave tokens of layer 0" in str(wrong.error)
@@ -103,7 +103,7 @@ def test_flags_of_a_gpu_end_their_own_sequence(at_once: bool, monkeypatch: pytes
     running, good = model(), make_policy("knorm", BUDGET, decode="evict")
     alone = generate_tokens(running, asked(1).prompt, good, max_new_tokens=6)
     flight = DecodeBatch(running)
-    wrong, right = flight.admit(asked(1), [policy(at=LENGTH + 1), good])
+    wrong, right = flight.admit([asked(1)], [policy(at=LENGTH + 1), good])[0]
     finish(flight)
     assert isinstance(wrong.error, ScoreError)
     assert "divided gave tokens of layer 0" in str(wrong.error)

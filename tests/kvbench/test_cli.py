@@ -63,7 +63,7 @@ def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failed_cell(here: Here)
 def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, admit = [], DecodeBatch.admit_prompts
+    calls, admit = [], DecodeBatch.admit
 
     def breaking(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
@@ -71,7 +71,7 @@ def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
             raise BudgetError("layer 0 holds 65 of 64")
         return admit(*arguments, **options)
 
-    monkeypatch.setattr(DecodeBatch, "admit_prompts", breaking)
+    monkeypatch.setattr(DecodeBatch, "admit", breaking)
     arguments = ("policy=knorm", "budget=64", "out=runs", "engine.rows=1", *SMALL)
     code, shown, said = here(*arguments)
     assert code == 1

@@ -129,12 +129,12 @@ def test_questions_on_one_context_are_equal_alone() -> None:
     policies += [make_policy("gemfilter", BUDGET, layer=1), make_policy("snapkv", 24, **SMALL)]
     other = torch.cat([IDS[:, :CONTEXT], IDS[:, CONTEXT + 4 :].flip(-1)], dim=1)
     running = DecodeBatch(model())
-    before = running.admit(
-        Request(script_of(torch.tensor([prompt(50, seed=3)])), NEW), policies[:3]
-    )  # in flight already
+    before = running.admit([Request(script_of(torch.tensor([prompt(50, seed=3)])), NEW)], policies[:3])[
+        0
+    ]  # in flight already
     running.step()
     requests = [Request(script_of(ids, CONTEXT), new) for ids, new in ((IDS, NEW), (other, 1), (other, NEW + 2))]
-    found = running.admit_questions(requests, policies)
+    found = running.admit(requests, policies)
     finish(running)
     for row in chain(before, *found):
         assert_alone(model(), row)
@@ -142,7 +142,7 @@ def test_questions_on_one_context_are_equal_alone() -> None:
 
 def test_a_policy_that_cannot_compress_a_context_ends_its_own_row() -> None:
     policies = [make_policy("d2o_released", BUDGET), make_policy("tova", BUDGET)]
-    late, tova = DecodeBatch(model()).admit(Request(script_of(IDS, CONTEXT), 1), policies)
+    late, tova = DecodeBatch(model()).admit([Request(script_of(IDS, CONTEXT), 1)], policies)[0]
     assert isinstance(late.error, ValueError)
     assert "late=true" in str(late.error)
     assert tova.error is None

@@ -104,7 +104,7 @@ def test_replayed_steps_equal_called_ones(slug: str, counts: Counts) -> None:
     model, found = llama(), []
     for graph in (True, False):
         flight = DecodeBatch(model, cuda_graph=graph)
-        found.append(finished(flight, flight.admit(request(LENGTH, NEW), [policy_of(slug)])))
+        found.append(finished(flight, flight.admit([request(LENGTH, NEW)], [policy_of(slug)])[0]))
     assert found[0] == found[1]
     assert counts.replays >= NEW - 4, "steps were recorded and replayed"
 
@@ -116,7 +116,7 @@ def test_groups_that_are_encoded_between_two_steps_do_not_end_the_recording(slug
     policy = make_policy(slug, group=8, residual=8, **more)
     for graph in (True, False):
         flight = DecodeBatch(llama(), cuda_graph=graph)
-        rows = [row for length in (60, 63) for row in flight.admit(request(length, 40), [policy])]
+        rows = [row for length in (60, 63) for row in flight.admit([request(length, 40)], [policy])[0]]
         found.append(finished(flight, rows))
     assert found[0] == found[1]
     assert counts.recordings == 1
@@ -130,7 +130,7 @@ def test_steps_between_two_evictions_of_several_tokens_are_replayed(counts: Coun
     )
     for graph in (True, False):
         flight = DecodeBatch(llama(), cuda_graph=graph)
-        found.append(finished(flight, flight.admit(request(LENGTH, 40), policies)))
+        found.append(finished(flight, flight.admit([request(LENGTH, 40)], policies)[0]))
     assert found[0] == found[1]
     assert counts.replays >= 24, "one step of six evicts, and two after the first are called"
 
@@ -141,7 +141,7 @@ def continuous(graph: bool, policies: Sequence[Policy]) -> tuple[list[Any], int]
     while flight.in_flight or len(rows) < 20:
         while flight.in_flight < 8 and len(rows) < 20:
             asked = request(LENGTH + random.randrange(20), random.randrange(10, 48), len(rows))
-            rows += flight.admit(asked, [policies[len(rows) % len(policies)]])
+            rows += flight.admit([asked], [policies[len(rows) % len(policies)]])[0]
         flight.step()
         steps += 1
     return finished(flight, rows), steps
@@ -168,10 +168,10 @@ def test_most_steps_are_replayed_while_sequences_come_and_go(policies: Sequence[
 def test_a_sequence_below_its_budget_stops_no_replay(counts: Counts) -> None:
     """It takes the place of another one below its budget; the new kind before costs one step."""
     flight = DecodeBatch(llama(), cuda_graph=True)
-    rows = flight.admit(request(LENGTH, 40), [policy_of("h2o")])
+    rows = flight.admit([request(LENGTH, 40)], [policy_of("h2o")])[0]
     for called in (1, 0):
         asked = request(LENGTH, 20, called, stop=lambda tokens: len(tokens) == 6)
-        rows += flight.admit(asked, [policy_of("h2o", 100)])
+        rows += flight.admit([asked], [policy_of("h2o", 100)])[0]
         before = counts.replays
         for _ in range(5):
             flight.step()
@@ -186,7 +186,7 @@ def test_sequences_that_finish_one_by_one_are_recorded_anew_when_most_places_are
         for index in range(16):
             stop = (lambda tokens, new=10 + 2 * index: len(tokens) == new) if index % 2 else None
             asked = request(LENGTH + index, 10 + 2 * index + 20 * (index % 2), index, stop=stop)
-            rows += flight.admit(asked, [policy_of(("h2o", "tova")[index // 8])])
+            rows += flight.admit([asked], [policy_of(("h2o", "tova")[index // 8])])[0]
         found.append(finished(flight, rows))
     assert found[0] == found[1]
     assert counts.recordings == 4, "of 16, 8, 4 and 1 places"
@@ -196,7 +196,9 @@ def test_a_dropped_sequence_does_not_disturb_the_others(counts: Counts) -> None:
     found = []
     for graph in (True, False):
         flight = DecodeBatch(llama(), cuda_graph=graph)
-        first, second = (flight.admit(request(LENGTH, 20, n), [policy_of("h2o"), policy_of("tova")]) for n in (1, 2))
+        first, second = (
+            flight.admit([request(LENGTH, 20, n)], [policy_of("h2o"), policy_of("tova")])[0] for n in (1, 2)
+        )
         for _ in range(5):
             flight.step()
         flight.drop(first)
@@ -210,7 +212,7 @@ def test_stores_that_grow_do_not_end_the_recording(counts: Counts) -> None:
     for graph in (True, False):
         flight = DecodeBatch(model, cuda_graph=graph)
         asked = request(LENGTH, 2 * GROWTH + 20)
-        found.append(finished(flight, flight.admit(asked, [make_policy("full"), policy_of("h2o", 500)])))
+        found.append(finished(flight, flight.admit([asked], [make_policy("full"), policy_of("h2o", 500)])[0]))
     assert found[0] == found[1]
     assert counts.replays > 2 * GROWTH
     assert counts.recordings <= 5
@@ -218,7 +220,7 @@ def test_stores_that_grow_do_not_end_the_recording(counts: Counts) -> None:
 
 def test_scores_that_are_nan_end_their_sequence_only(counts: Counts) -> None:
     flight = DecodeBatch(llama(), cuda_graph=True)
-    first, second = flight.admit(request(LENGTH, 12), [policy_of("h2o"), policy_of("tova")])
+    first, second = flight.admit([request(LENGTH, 12)], [policy_of("h2o"), policy_of("tova")])[0]
     for _ in range(4):
         flight.step()
     assert flight._recorded.tables.version
@@ -253,11 +255,13 @@ def test_a_step_that_cannot_be_recorded_is_called(
     monkeypatch.setattr(Recorder, "_record", noted)
     for graph in (True, False):
         flight = DecodeBatch(model, cuda_graph=graph, strict=False)
-        found.append(finished(flight, flight.admit(request(LENGTH, 12), [policy_of("h2o"), policy_of("tova", 90)])))
+        found.append(
+            finished(flight, flight.admit([request(LENGTH, 12)], [policy_of("h2o"), policy_of("tova", 90)])[0])
+        )
     assert found[0] == found[1]
     assert len([one for one in caplog.records if "cannot be recorded" in one.message]) == 1
     flight = DecodeBatch(model, cuda_graph=True)
-    (row,) = flight.admit(request(LENGTH, 12), [policy_of("h2o")])
+    (row,) = flight.admit([request(LENGTH, 12)], [policy_of("h2o")])[0]
     finish(flight)
     assert isinstance(row.error, ValueError)
     assert str(row.error).endswith(": use engine.cuda_graph=false")
@@ -283,7 +287,7 @@ class Breaks(H2O):
 def test_an_error_of_a_scorer_in_a_recorded_step_is_the_error_of_its_sequence(strict: bool, counts: Counts) -> None:
     flight = DecodeBatch(llama(), cuda_graph=True, strict=strict)
     own = [Policy(scorer=Breaks(), budget=budget) for budget in (BUDGET, BUDGET + 15)]
-    *broken, other = flight.admit(request(LENGTH, 12), [*own, policy_of("tova")])
+    *broken, other = flight.admit([request(LENGTH, 12)], [*own, policy_of("tova")])[0]
     finish(flight)
     assert [repr(one.error) for one in broken] == ["ZeroDivisionError('of the scorer')"] * 2
     assert other.error is None
@@ -294,7 +298,7 @@ def test_a_scorer_that_waits_for_the_device_is_called_in_steps_that_are_not_reco
     counts: Counts, caplog: pytest.LogCaptureFixture
 ) -> None:
     flight = DecodeBatch(llama(), cuda_graph=True, strict=False)
-    rows = flight.admit(request(LENGTH, 12), [Policy(scorer=Breaks(reads=True), budget=BUDGET)])
+    rows = flight.admit([request(LENGTH, 12)], [Policy(scorer=Breaks(reads=True), budget=BUDGET)])[0]
     finish(flight)
     assert [(one.error, len(one.tokens)) for one in rows] == [(None, 12)]
     (warning,) = (one.message for one in caplog.records if "cannot be recorded" in one.message)
@@ -319,6 +323,6 @@ def test_layers_that_read_others_differ_in_shape_or_store_latents_are_replayed(f
     model, found = prepare(tiny(family, dtype=torch.float32).to(DEVICE)), []
     for graph in (True, False):
         flight = DecodeBatch(model, cuda_graph=graph)
-        found.append(finished(flight, flight.admit(request(LENGTH, NEW), [policy_of("h2o"), policy_of("full")])))
+        found.append(finished(flight, flight.admit([request(LENGTH, NEW)], [policy_of("h2o"), policy_of("full")])[0]))
     assert found[0] == found[1]
     assert counts.replays >= NEW - 4, "steps were recorded and replayed"

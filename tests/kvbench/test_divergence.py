@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 import kvbench
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.divergence import full_cache, token_divergence
+from kvbench.engine.divergence import divergence_of, full_cache, token_divergence
 from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.errors import ConfigError
 from kvbench.results.samples import Divergence
@@ -68,7 +68,7 @@ def step_logits(model: PreTrainedModel, answer: list[int], kept: list[int]) -> T
 
 def compared(model: PreTrainedModel, request: Request, *policies: kvbench.Policy) -> list[LiveSequence]:
     batch = DecodeBatch(model)
-    sequences = batch.admit_questions([request], policies, reference=full_cache())[0]
+    sequences = batch.admit([request], policies, reference=full_cache())[0]
     while batch.in_flight:
         batch.step()
     assert not batch.sequences
@@ -76,8 +76,8 @@ def compared(model: PreTrainedModel, request: Request, *policies: kvbench.Policy
 
 
 def result(sequence: LiveSequence) -> Divergence:
-    assert sequence.comparison is not None
-    return sequence.comparison.result(sequence, "")
+    assert sequence.reference is not None
+    return divergence_of("", sequence.divergences)
 
 
 @pytest.mark.parametrize("given", [(), tuple(prompt(60)[50:])])
@@ -85,7 +85,7 @@ def test_a_policy_differs_from_full_as_transformers_alone_computes_it(given: tup
     eager = tiny().double()
     eager.set_attn_implementation("eager")
     kept = [*range(SINKS), *range(len(PROMPT) - RECENT, len(PROMPT))]
-    request = Request(script_of(torch.tensor([PROMPT])), len(given) or 9, dictated=given, given=bool(given))
+    request = Request(script_of(torch.tensor([PROMPT])), len(given) or 9, dictated=given)
     policy = kvbench.make_policy("streamingllm", budget=SINKS + RECENT, decode="grow", sinks=SINKS)
     (sequence,) = compared(prepare(tiny().double()), request, policy)
     p, q = (step_logits(eager, sequence.tokens, places).log_softmax(-1) for places in (range(len(PROMPT)), kept))

@@ -22,7 +22,7 @@ def test_a_run_whose_files_vanish_stops_at_once_in_one_sentence(
     what: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    calls, admit = [], DecodeBatch.admit_prompts
+    calls, admit = [], DecodeBatch.admit
 
     def and_then_they_are_gone(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
@@ -31,7 +31,7 @@ def test_a_run_whose_files_vanish_stops_at_once_in_one_sentence(
             shutil.rmtree(path.parent) if what == "folder" else path.unlink()
         return admit(*args, **kwargs)
 
-    monkeypatch.setattr(DecodeBatch, "admit_prompts", and_then_they_are_gone)
+    monkeypatch.setattr(DecodeBatch, "admit", and_then_they_are_gone)
     small = ["task.lengths=[300]", "task.depths=[0.1,0.3,0.5,0.7,0.9]", "task.repeats=1", "task.max_new_tokens=2"]
     assert main([f"model={tiny_model}", "policy=full", "out=runs", "engine.rows=1", *small]) == 1
     said = capsys.readouterr()

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvbench import KVCache, make_policy
 from kvbench.cache.attend.triton import TritonBackend
 from kvbench.cache.hook import prepare
+from kvbench.cache.pre_passes import rate
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import next_logits
-from kvbench.engine.pre_pass import rate_next
 from kvbench.engine.prefill import prefill
 from kvbench.engine.sequence import Request, script_of
 from kvbench.policies.policy import Policy
@@ -86,7 +86,7 @@ def test_no_called_step_at_the_budget_reads_a_number_from_the_device(
     logits, place = prefill(model, torch.tensor([words(LENGTH, 0)]), cache, CodePoints()), torch.full((1, 1), LENGTH)
     for index in range(SETTLED + 2):
         token = logits.argmax(-1, keepdim=True)
-        rate_next(cache, logits, token)
+        rate(cache.sequence, logits, token)
         with NoWaits() if index >= SETTLED else nullcontext():
             logits, place = next_logits(model, token, place, cache), place + 1
     assert cache.kept_tokens().float().mean() < LENGTH, "it evicts"
@@ -103,7 +103,7 @@ def test_no_step_at_the_budget_waits_alone_or_in_a_batch(slug: str, monkeypatch:
     logits, place = prefill(model, prompt(LENGTH), cache, CodePoints()), torch.full((1, 1), LENGTH, device="cuda")
     for index in range(SETTLED + 2):
         token = logits.argmax(-1, keepdim=True)
-        rate_next(cache, logits, token)
+        rate(cache.sequence, logits, token)
         if index < SETTLED:
             logits, place = next_logits(model, token, place, cache), place + 1
             continue
@@ -113,7 +113,7 @@ def test_no_step_at_the_budget_waits_alone_or_in_a_batch(slug: str, monkeypatch:
     flight = DecodeBatch(model)
     for seed in range(2):
         ids = prompt(LENGTH + seed, seed)
-        flight.admit(Request(script_of(ids), SETTLED + 5, question=LENGTH - 6, encoder=CodePoints()), [policy])
+        flight.admit([Request(script_of(ids), SETTLED + 5, question=LENGTH - 6, encoder=CodePoints())], [policy])[0]
     for _ in range(SETTLED + 1):
         flight.step()
 

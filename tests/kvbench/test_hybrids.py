@@ -22,7 +22,8 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.prefill import prefill
 from kvbench.engine.sequence import Request, script_of
-from kvbench.engine.teacher_forcing import continuation_scores, text_scores
+from kvbench.engine.teacher_forcing import score_pair, text_scores
+from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
 
 BUDGET, NEW = 16, 6
@@ -150,7 +151,7 @@ def test_given_tokens_are_rated_as_by_transformers_own_cache() -> None:
         with torch.inference_mode():
             logits = running(ids, past_key_values=KVCache(running.config, make_policy("full"))).logits
         expected = logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-        found = continuation_scores(running, ids[:, :25], ids[:, 25:], make_policy("full"))
+        found = score_pair(running, Pair(ids[0, :25].tolist(), ids[0, 25:].tolist()), make_policy("full"))
         torch.testing.assert_close(found.logprobs, expected[24:], atol=1e-3, rtol=1e-3)
         rated = text_scores(running, ids, make_policy("tova", 64, block=8))
         torch.testing.assert_close(-rated.nll, expected, atol=1e-3, rtol=1e-3)
@@ -210,6 +211,6 @@ def test_pre_passes_that_such_a_family_cannot_follow_are_refused_in_a_sentence()
         Request(script_of(torch.tensor([prompt(sum(turns))]), turns=turns), NEW) for turns in ((37,), (37, 9))
     )
     policies = [make_policy("sirllm", BUDGET)]
-    (answered,), (failed,) = (DecodeBatch(model("jamba")).admit(request, policies) for request in (first, both))
+    (answered,), (failed,) = (DecodeBatch(model("jamba")).admit([request], policies)[0] for request in (first, both))
     assert answered.error is None
     assert str(failed.error).startswith(f"sirllm {needs} such call: use another")

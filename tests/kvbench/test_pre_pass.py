@@ -30,7 +30,7 @@ def test_budgets_share_one_pre_pass_and_keep_equal_tokens_alone(model: PreTraine
     hook = model.base_model.register_forward_hook(
         lambda _, args, kwargs, out: called.append(kwargs.get("input_ids")), with_kwargs=True
     )
-    rows = flight.admit(Request(script_of(IDS), NEW, encoder=WORDS), policies)
+    rows = flight.admit([Request(script_of(IDS), NEW, encoder=WORDS)], policies)[0]
     hook.remove()
     finish(flight)
     read = [ids for ids in called if ids is not None]  # sirllm asks the head for logits of hidden states

@@ -59,7 +59,7 @@ def run(policies: list[Policy], recorded: bool) -> list[LiveSequence]:
     batch = DecodeBatch(model)
     batch._blocks = Recorder(model) if recorded else None
     script = script_of(torch.tensor([words(LENGTH)], device=DEVICE))
-    sequences = batch.admit(Request(script, 4, watch=(Ledger(),)), policies)
+    sequences = batch.admit([Request(script, 4, watch=(Ledger(),))], policies)[0]
     finish(batch)
     for sequence in sequences:
         if sequence.error is not None:

@@ -42,7 +42,7 @@ def test_kvpress_may_be_imported_at_any_time(together: bool, monkeypatch: pytest
     model, policy, ids = prepare(tiny()), make_policy("snapkv", 8, window=2), torch.tensor([prompt(20)])
     ALL_ATTENTION_FUNCTIONS["kvbench"] = _blind
     if together:
-        (row,) = DecodeBatch(model).admit(Request(script_of(ids), max_new_tokens=1), [policy])
+        (row,) = DecodeBatch(model).admit([Request(script_of(ids), max_new_tokens=1)], [policy])[0]
         assert row.error is None
     else:
         generate_tokens(model, ids, policy, max_new_tokens=1)

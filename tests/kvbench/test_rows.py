@@ -96,7 +96,7 @@ def test_in_sixteen_bits_too_a_prompt_is_the_same_whoever_else_reads_it(dtype: t
     """Attention out of rows that are summed up anyway (H2O's, RoCo's) rounds its 16 bits otherwise than PyTorch's."""
     model = prepare(tiny("llama", layers=3, dtype=dtype))
     policies = variants(("full", "snapkv", "knorm", "cake", "h2o", "roco"), schedule="prompt")
-    for row in DecodeBatch(model).admit(asked(200, 1), policies):
+    for row in DecodeBatch(model).admit([asked(200, 1)], policies)[0]:
         alone = generate_tokens(model, row.request.prompt, row.policy, max_new_tokens=1).cache
         for mine, its in zip(row.cache.layers, alone.layers, strict=True):
             for name in ("positions", "keys", "values"):
@@ -144,7 +144,7 @@ BROKEN: dict[str, Callable[[torch.Tensor], object]] = {
 def test_logits_that_are_no_numbers_end_every_row_that_has_them(broken: Callable[[torch.Tensor], object]) -> None:
     model = prepare(tiny("llama"))
     model.lm_head.register_forward_hook(lambda _module, _inputs, logits: (broken(logits.data), None)[1])
-    (row,) = DecodeBatch(model).admit(asked(64, 1), [make_policy("full")])
+    (row,) = DecodeBatch(model).admit([asked(64, 1)], [make_policy("full")])[0]
     assert isinstance(row.error, FloatingPointError)
     with pytest.raises(FloatingPointError, match="not numbers"):
         generate_tokens(model, asked(64, 1).prompt, make_policy("full"), max_new_tokens=2)
@@ -184,7 +184,7 @@ def test_a_prompt_is_scored_once_for_all_budgets(slug: str, part: str) -> None:
     policies = [make_policy(slug, budget) for budget in (40, 48, 56)]
     smooth = f"kvbench.policies.{part}.smooth"
     with mock.patch(smooth, side_effect=pooling.smooth) as scored:
-        rows = DecodeBatch(model).admit(asked(90, 3), policies)
+        rows = DecodeBatch(model).admit([asked(90, 3)], policies)[0]
     assert [row.error for row in rows] == [None] * 3
     layers = model.config.num_hidden_layers
     assert scored.call_count == (layers if slug == "cake" else 1)  # whose layers are measured one by one

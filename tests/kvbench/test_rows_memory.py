@@ -66,7 +66,7 @@ def test_a_batch_holds_its_sequences_and_one_full_cache(
         before = live.peak = live.now
         flight, rows, held, peaks = DecodeBatch(model), [], [], []
         for ids in every:
-            rows += flight.admit(Request(script_of(ids), NEW), policies)
+            rows += flight.admit([Request(script_of(ids), NEW)], policies)[0]
             held.append(live.now - before)
         prefills = live.peak - before
         while flight.in_flight:

@@ -127,7 +127,7 @@ def test_turns_are_equal_one_by_one_and_after_a_kill(mode: str, run: Run, tmp_pa
 def test_a_turn_after_a_failed_answer_of_the_model_fails_too_and_is_computed_by_the_next_command(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, admit, calls = run("own", out="whole"), DecodeBatch.admit_prompts, []
+    whole, admit, calls = run("own", out="whole"), DecodeBatch.admit, []
 
     def failing(*arguments: Any) -> Any:
         calls.append(1)
@@ -135,7 +135,7 @@ def test_a_turn_after_a_failed_answer_of_the_model_fails_too_and_is_computed_by_
             raise BudgetError("layer 0 holds 41 of 40")
         return admit(*arguments)
 
-    monkeypatch.setattr(DecodeBatch, "admit_prompts", failing)
+    monkeypatch.setattr(DecodeBatch, "admit", failing)
     errors = [line["error"] for line in run("own")["full"]]
     earlier = "HistoryError: the answer of an earlier turn failed, so this turn has no history"
     assert errors == [None, "BudgetError: layer 0 holds 41 of 40", earlier, None, None, None]

@@ -64,7 +64,7 @@ def decoded(
     """
     flight, rows = flight or DecodeBatch(model), []
     for seed, length, new in ((1, 90, 14), (2, 71, 8), (3, 80, 5)):
-        rows += flight.admit(asked(length, seed, new), some)
+        rows += flight.admit([asked(length, seed, new)], some)[0]
         for _ in range(seed):
             flight.step()
             if shares is not None:
@@ -258,7 +258,7 @@ def test_the_attention_sums_of_h2o_are_those_of_the_plain_path(monkeypatch: pyte
     for device in (True, False):
         monkeypatch.setattr(BACKEND, lambda like, device=device: TritonBackend() if device else TorchBackend())
         flight = DecodeBatch(model)
-        rows = [row for seed in (1, 2) for row in flight.admit(asked(90, seed, 16), policies(("h2o",)))]
+        rows = [row for seed in (1, 2) for row in flight.admit([asked(90, seed, 16)], policies(("h2o",)))[0]]
         finish(flight)
         found.append([sums(row.cache) for row in rows])
     torch.testing.assert_close(*found)
@@ -282,7 +282,7 @@ def test_a_failed_step_ends_its_sequences_and_leaves_nothing_behind(
     monkeypatch.setattr(BACKEND, lambda like: TritonBackend() if device else TorchBackend())
     model, some = model_of(layers=4), policies(("h2o", "tova"))
     expected, flight = decoded(model, some), DecodeBatch(model)
-    rows = flight.admit(asked(60, 1, 9), some)
+    rows = flight.admit([asked(60, 1, 9)], some)[0]
     flight.step()
     error = RuntimeError("no memory is left")
     with patch.object(model.model.layers[2], "forward", side_effect=error):
@@ -298,7 +298,7 @@ def test_layers_can_be_read_between_two_steps(slug: str, monkeypatch: pytest.Mon
     for device in (True, False):
         monkeypatch.setattr(BACKEND, lambda like, device=device: TritonBackend() if device else TorchBackend())
         flight, read = DecodeBatch(model), list[Any]()
-        (row, *_) = flight.admit(asked(60, 1, 9), policies((slug,), (40, 80)))
+        (row, *_) = flight.admit([asked(60, 1, 9)], policies((slug,), (40, 80)))[0]
         while flight.in_flight:
             read.append(flight.nbytes)
             read.append(kept_now(row.cache))
@@ -310,12 +310,12 @@ def test_layers_can_be_read_between_two_steps(slug: str, monkeypatch: pytest.Mon
 def test_a_sequence_keeps_its_addresses_while_others_come_and_go() -> None:
     model, some = model_of(), policies(("h2o", "full"))
     flight = DecodeBatch(model)
-    (first, *_), (other, *_) = (flight.admit(asked(60, seed, new), some) for seed, new in ((1, 30), (2, 4)))
+    (first, *_), (other, *_) = (flight.admit([asked(60, seed, new)], some)[0] for seed, new in ((1, 30), (2, 4)))
     flight.step()
     before = addresses(first), addresses(other)
     while not other.done:
         flight.step()
-    again, *_ = flight.admit(asked(60, 3, 4), some)
+    again, *_ = flight.admit([asked(60, 3, 4)], some)[0]
     flight.step()
     assert addresses(first) == before[0]
     assert addresses(again) == before[1], "it has the slots of the finished sequence"
@@ -347,7 +347,7 @@ def test_one_launch_of_attention_serves_all_budgets_and_operations_do_not_grow_w
     for examples in (1, 2):
         flight = DecodeBatch(model)
         for seed in range(examples):
-            flight.admit(asked(60, seed, 9), some)
+            flight.admit([asked(60, seed, 9)], some)[0]
         for _ in range(3):
             flight.step()
         launches.clear()
@@ -366,11 +366,11 @@ def test_the_arenas_are_hardly_larger_than_their_sequences_and_freed_with_the_la
     """Bytes alive while sequences are admitted, grow and finish: at most 1.6 of the most that they hold themselves."""
     model, some = model_of(query_heads=1, kv_heads=1, layers=4), policies(("h2o", "full"), (120,))
     with Live() as live:
-        DecodeBatch(model).admit(asked(200, 9, 2), some)  # weights are counted as they are first used
+        DecodeBatch(model).admit([asked(200, 9, 2)], some)[0]  # weights are counted as they are first used
         before, alive, own = live.now, list[int](), list[int]()
         flight, rows = DecodeBatch(model), []
         for seed in range(8):
-            rows += flight.admit(asked(200, seed, 6 + 2 * seed), some)
+            rows += flight.admit([asked(200, seed, 6 + 2 * seed)], some)[0]
             flight.step()
             alive.append(live.now - before)
             own.append(flight.nbytes + sum(row.cache.nbytes for row in rows if row.done))

@@ -15,12 +15,14 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.prefill import prefill_prompts
 from kvbench.engine.sequence import LiveSequence, Request, script_of
-from kvbench.engine.teacher_forcing import continuation_scores, text_scores
+from kvbench.engine.teacher_forcing import score_pair, text_scores
+from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
 
 BUDGET, BLOCK = 16, 6
 IDS = torch.tensor([prompt(59)])
 PROMPT, CONTINUATION = IDS[:, :37], IDS[:, 37:]
+PAIR = Pair(PROMPT[0].tolist(), CONTINUATION[0].tolist())
 SMALL: dict[str, Any] = {"window": 8}
 PRESETS: dict[str, dict[str, Any]] = {
     "random": {},
@@ -88,9 +90,9 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 )
 def test_a_continuation_is_rated_as_by_a_cache_that_is_fed_token_by_token(slug: str, decode: str) -> None:
     policy = make_policy(slug, BUDGET, decode=decode, **PRESETS[slug])
-    scored = continuation_scores(model(), PROMPT, CONTINUATION, policy)
-    with mock.patch("kvbench.engine.given.GIVEN_TOKENS", 1):
-        single = continuation_scores(model(), PROMPT, CONTINUATION, policy)
+    scored = score_pair(model(), PAIR, policy)
+    with mock.patch("kvbench.engine.prefill.GIVEN_TOKENS", 1):
+        single = score_pair(model(), PAIR, policy)
     close(scored.logprobs, single.logprobs)
     assert scored.greedy.tolist() == single.greedy.tolist()
     assert kept_now(scored.cache) == kept_now(single.cache)
@@ -103,7 +105,7 @@ def test_a_continuation_is_rated_as_by_a_cache_that_is_fed_token_by_token(slug: 
 def test_a_store_that_compresses_between_two_tokens_is_fed_one_by_one(slug: str) -> None:
     extra = SMALL if slug.startswith("snapkv") else {}
     policy = make_policy(slug, BUDGET, **extra)
-    scored = continuation_scores(model(), PROMPT, CONTINUATION, policy)
+    scored = score_pair(model(), PAIR, policy)
     close(scored.logprobs, fed_one_by_one(policy, IDS, PROMPT.shape[1], whole_prompt=True)[PROMPT.shape[1] - 1 :])
     full = picked(plain()[PROMPT.shape[1] - 1 :], CONTINUATION[0])
     assert not torch.allclose(scored.logprobs, full.float(), atol=1e-3)  # two bits do change something
@@ -122,14 +124,14 @@ def test_policies_that_score_one_continuation_together_score_it_as_each_alone() 
     ]
     request = Request(script_of(PROMPT, scored=CONTINUATION), CONTINUATION.shape[1])
     together = [LiveSequence(request, policy) for policy in policies]
-    prefill_prompts(model(), [[together]])
+    prefill_prompts(model(), [together])
     assert [one.sharing for one in together] == [len(policies)] * len(policies)
     for one in together:
         assert one.complete
-        alone = continuation_scores(model(), PROMPT, CONTINUATION, one.policy)
+        alone = score_pair(model(), PAIR, one.policy)
         close(one.scores.logprobs, alone.logprobs)
         assert one.scores.cache.kept_tokens().equal(alone.cache.kept_tokens())
-        assert all(map(torch.equal, one.scores.cache.most_kept, alone.cache.most_kept))
+        assert all(map(torch.equal, one.scores.most_kept.by_layer, alone.most_kept.by_layer))
 
 
 # whole texts
@@ -146,9 +148,9 @@ def test_models_of_every_family_are_rated_as_by_a_plain_forward_pass(family: str
     expected = picked(rows, IDS[0, 1:])
     whole = text_scores(ours, IDS, make_policy("full"))
     close(-whole.nll, expected)
-    assert (whole.block, torch.cat(whole.cache.most_kept).unique().tolist()) == (None, [IDS.shape[1]])
+    assert (whole.block, torch.cat(whole.most_kept.by_layer).unique().tolist()) == (None, [IDS.shape[1]])
     close(-text_scores(ours, IDS, make_policy("tova", 200, block=BLOCK)).nll, expected)
-    scored = continuation_scores(ours, PROMPT, CONTINUATION, make_policy("full"))
+    scored = score_pair(ours, PAIR, make_policy("full"))
     close(scored.logprobs, expected[PROMPT.shape[1] - 1 :])
 
 
@@ -159,7 +161,7 @@ def test_every_token_is_rated_once_as_by_a_cache_that_is_fed_token_by_token(slug
     close(-scored.nll, fed_one_by_one(policy, IDS, IDS.shape[1], whole_prompt=False))
     assert len(scored.nll) == IDS.shape[1] - 1
     assert scored.block == block
-    mean = torch.cat(scored.cache.most_kept).float().mean() if policy.allocator.exact else None
+    mean = torch.cat(scored.most_kept.by_layer).float().mean() if policy.allocator.exact else None
     assert scored.cache.kept_tokens().sum() <= BUDGET * 2 * 2
     assert mean is None or policy.allocator.per_head or mean == BUDGET + block
 

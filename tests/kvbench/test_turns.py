@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.engine.pre_pass import pre_pass, rate_next
+from kvbench.cache.pre_passes import rate
+from kvbench.engine.pre_pass import pre_pass
 from kvbench.engine.prefill import prefill
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.surprisal import surprisal
@@ -50,7 +51,7 @@ def conversation(held: KVCache, ids: Tensor, chunks: int = 1) -> Tensor:
                 prefill(model(), new, held, CodePoints())
                 out.append(torch.zeros(size, 1))
             else:
-                rate_next(held, torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.long))
+                rate(held.sequence, torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.long))
                 out.append(model()(new, past_key_values=held).logits[0])
             start += size
             held.audit()

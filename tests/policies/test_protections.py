@@ -62,7 +62,7 @@ def test_sequences_with_turns_of_their_own_share_steps_on_both_backends_and_reco
             patch("torch.cuda.graph", record),
         ):
             before, flight = Tape.replays, DecodeBatch(model, cuda_graph=bool(graph))
-            rows = [flight.admit(conversation((60 + n, 21)), [policy])[0] for n, policy in enumerate(policies)]
+            rows = [flight.admit([conversation((60 + n, 21))], [policy])[0][0] for n, policy in enumerate(policies)]
             finish(flight)
             assert (Tape.replays > before) == bool(graph)
         found.append([(row.tokens, heads(row)) for row in rows])
@@ -72,7 +72,7 @@ def test_sequences_with_turns_of_their_own_share_steps_on_both_backends_and_reco
 
 
 def test_a_turn_without_room_is_refused() -> None:
-    (row,) = DecodeBatch(prepare(tiny())).admit(conversation(), [protecting("knorm", 20)])
+    (row,) = DecodeBatch(prepare(tiny())).admit([conversation()], [protecting("knorm", 20)])[0]
     assert "a turn of 21 tokens, 0 first and 0 newest tokens exceed the budget of 20" in str(row.error)
 
 

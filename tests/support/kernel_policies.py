@@ -45,8 +45,8 @@ def run_rows(slugs: Sequence[str], budgets: Sequence[int], lengths: Sequence[int
     rows, flight = [], DecodeBatch(model)
     for seed, length in enumerate(lengths):
         rows += flight.admit(
-            Request(script_of(torch.tensor([prompt(length, seed)])), 5, encoder=CodePoints()), policies
-        )
+            [Request(script_of(torch.tensor([prompt(length, seed)])), 5, encoder=CodePoints())], policies
+        )[0]
     finish(flight)
     for row in rows:
         if row.error is not None:

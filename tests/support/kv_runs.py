@@ -181,7 +181,7 @@ def ended(model: PreTrainedModel, requests: Sequence[Request], policies: Sequenc
     """Every request under every policy in one batch, each entering while those before it decode."""
     flight, rows = DecodeBatch(model), list[LiveSequence]()
     for request in requests:
-        rows += flight.admit(request, policies)
+        rows += flight.admit([request], policies)[0]
         flight.step()
     finish(flight)
     return rows

@@ -144,7 +144,7 @@ def measure(model: PreTrainedModel, contender: Contender, ids: Tensor, new_token
         return _transformers(model, ids, new_tokens)
     requests = [Request(script_of(row), new_tokens, min_new_tokens=new_tokens) for row in ids.split(1)]
     batch = DecodeBatch(model, records_steps(model.device), strict=False)
-    if policy.generator is None and len(batch.together(requests)) == 1:
+    if policy.generator is None and batch.can_admit(*requests):
         with borrowed(model):
             return _steps(batch, requests, policy)
     prefill, decode, steps, held, tokens = alone(model, policy, ids, new_tokens)
@@ -156,7 +156,7 @@ def _steps(batch: DecodeBatch, requests: Sequence[Request], policy: Policy) -> T
     """Prompts under one policy, and their steps; the first ones, which a GPU records, are not timed."""
     device = requests[0].prompt.device
     times, steps, warm = [seconds(device)], 0, min(WARM, (requests[0].max_new_tokens - 1) // 2)
-    sequences = list(chain(*batch.admit_each(requests, [policy])))
+    sequences = list(chain(*batch.admit(requests, [policy])))
     times.append(seconds(device))
     while batch.in_flight:
         if steps == warm:

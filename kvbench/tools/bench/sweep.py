@@ -71,14 +71,10 @@ def together(model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], ne
     """Runs all variants as one batch after one prefill. Raises the error of a variant that fails."""
     with borrowed(model):
         batch, start = DecodeBatch(model, records_steps(model.device)), seconds(model.device)
-        sequences = batch.admit(Request(script_of(ids), new_tokens, min_new_tokens=new_tokens), policies)
+        sequences = batch.admit([Request(script_of(ids), new_tokens, min_new_tokens=new_tokens)], policies)[0]
         prefilled = seconds(model.device)
-        while batch.in_flight:
-            batch.step()
+        batch.finish(sequences)
         end = seconds(model.device)
-    for sequence in sequences:
-        if sequence.error is not None:
-            raise sequence.error
     held = sum(sequence.cache.nbytes for sequence in sequences if sequence.cache is not None)
     return Cost(prefilled - start, end - prefilled, held, [sequence.tokens for sequence in sequences])
 

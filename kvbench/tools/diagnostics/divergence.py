@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from kvbench.cache.copies import fork
 from kvbench.engine.batch import DecodeBatch, new_sequence
-from kvbench.engine.divergence import Comparison, full_cache
+from kvbench.engine.divergence import compare, divergence_of, full_cache
 from kvbench.engine.prefill import prefill_prompts
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.errors import UsageError
@@ -68,8 +68,8 @@ def measure(probe: Probe) -> list[dict[str, object]]:
         )
     policies = (full_cache(), probe.policy, _without_eviction(probe.policy, request))
     full, base, whole = (new_sequence(request, policy) for policy in policies)
-    Comparison(full, [base, whole])
-    prefill_prompts(probe.model, [[[full, base, whole]]])
+    full.reference = base.reference = whole.reference = full
+    prefill_prompts(probe.model, [[full, base, whole]])
     places = list(_places(whole, probe.heads))
     found, waiting, batch = dict[object, float](), iter([None, *places]), DecodeBatch(probe.model)
     while some := list(islice(waiting, AT_ONCE)):
@@ -103,22 +103,19 @@ def _kl(
     """The KL of the policy with each layer or head whole; None: as it is."""
     reference = _copy(full)
     rows = [_exchanged(base, whole, place) for place in places]
-    comparison = Comparison(reference, rows)
-    comparison.continue_from(full)
+    for one in (reference, *rows):
+        one.reference, one.waiting = reference, full.waiting
+    compare(reference, rows)
     batch.start([reference, *rows])
-    while batch.in_flight:
-        batch.step()
-    for row in rows:
-        if row.error is not None:
-            raise row.error
-    return [comparison.result(row, "").mean_kl or 0.0 for row in rows]
+    batch.finish(rows)
+    return [divergence_of("", row.divergences).mean_kl or 0.0 for row in rows]
 
 
 def _copy(sequence: LiveSequence) -> LiveSequence:
     if sequence.error is not None:
         raise sequence.error
     assert sequence.cache is not None
-    return replace(sequence, cache=fork(sequence.cache), tokens=[], comparison=None)
+    return replace(sequence, cache=fork(sequence.cache), tokens=[], divergences=[])
 
 
 def _exchanged(base: LiveSequence, whole: LiveSequence, place: object) -> LiveSequence:

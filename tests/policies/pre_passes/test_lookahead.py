@@ -199,7 +199,7 @@ def test_variants_share_a_lookahead_and_pay_for_it(model: PreTrainedModel, monke
     hook = model.base_model.register_forward_hook(
         lambda _, args, kwargs, out: calls.append(kwargs.get("input_ids")), with_kwargs=True
     )
-    rows = flight.admit(Request(script_of(IDS), 3), policies)
+    rows = flight.admit([Request(script_of(IDS), 3)], policies)[0]
     hook.remove()
     finish(flight)
     read = [ids for ids in calls if ids is not None]  # the head is asked for logits of hidden states

@@ -15,7 +15,8 @@ from kvbench.cache.copies import fork
 from kvbench.cache.hook import prepare
 from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.teacher_forcing import continuation_scores
+from kvbench.engine.teacher_forcing import score_pair
+from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
 
 PAGE, BUDGET, LENGTH, NEW = 4, 13, 21, 14
@@ -89,7 +90,7 @@ def test_copied_forced_and_asked_about_a_context_it_goes_on_as_it_would() -> Non
             if len(out) == 11:
                 cache = fork(cache)
             out.append(model(part, past_key_values=cache).logits[:, -1])
-    forced = continuation_scores(model, ids[:, :30], ids[:, 30:], quest())
+    forced = score_pair(model, Pair(ids[0, :30].tolist(), ids[0, 30:].tolist()), quest())
     expected = torch.stack([x[0].log_softmax(-1)[t] for x, t in zip(out, ids[0, 30:], strict=False)])
     torch.testing.assert_close(forced.logprobs, expected.float(), rtol=1e-4, atol=1e-4)
     asked = generate_tokens(model, ids, quest(), max_new_tokens=1, context_tokens=30)

@@ -19,7 +19,8 @@ from kvbench.cache.hook import prepare
 from kvbench.cache.reading import PageReads
 from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.teacher_forcing import continuation_scores
+from kvbench.engine.teacher_forcing import score_pair
+from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
 from kvbench.policies.readers.rocketkv import RocketKV
 from kvbench.results.labels import evicts
@@ -197,7 +198,7 @@ def test_blocks_keep_within_the_plan_and_a_copied_cache_goes_on() -> None:
             if len(out) == 5:
                 cache = fork(cache)
             out.append(model(part, past_key_values=cache).logits[:, -1])
-    forced = continuation_scores(model, ids[:, :60], ids[:, 60:], rocket(12))
+    forced = score_pair(model, Pair(ids[0, :60].tolist(), ids[0, 60:].tolist()), rocket(12))
     expected = torch.stack([x[0].log_softmax(-1)[t] for x, t in zip(out, ids[0, 60:], strict=False)])
     torch.testing.assert_close(forced.logprobs, expected.float(), rtol=1e-4, atol=1e-4)
 

@@ -5,7 +5,7 @@ from kv_models import CodePoints, prompt, tiny
 from kv_runs import kept_now, run_greedy
 
 from kvbench import KVCache, make_policy
-from kvbench.engine.pre_pass import rate_next
+from kvbench.cache.pre_passes import rate
 from kvbench.engine.prefill import next_logits, prefill
 
 LENGTH, BUDGET, SINKS = 47, 16, 4
@@ -34,6 +34,6 @@ def test_a_decoded_token_stays_if_the_model_found_it_unlikely() -> None:
         cache = KVCache(model.config, policy, prompt_length=LENGTH)
         logits = prefill(model, torch.tensor([prompt(LENGTH)]), cache, CodePoints())
         token = logits.argmin(-1, keepdim=True) if unlikely else logits.argmax(-1, keepdim=True)
-        rate_next(cache, logits, token)
+        rate(cache.sequence, logits, token)
         next_logits(model, token, torch.tensor([[LENGTH]]), cache)
         assert [[LENGTH in head for head in layer] for layer in kept_now(cache)[0]] == [[unlikely] * 2] * 2
