@@ -211,10 +211,10 @@ class Observation:
         if self.sees_all or (("column_sums", 0) in self.known and self.queries.shape[2] == 1):
             mean = self.column_sums().mean(2)
             return Moments(mean, mean.square())
-        if ("first", 0) not in self.known:
+        if ("moment sums", 0) not in self.known:
             found = attention_moments(*self._call, sinks=self.params.sinks, bias=self.slots.bias)
-            self.known["first", 0], self.known["second", 0] = found
-        return Moments(self.known["first", 0], self.known["second", 0])
+            self.known["moment sums", 0], self.known["moment squares", 0] = found
+        return Moments(self.known["moment sums", 0], self.known["moment squares", 0])
 
     @property
     def _call(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float | None, int | None]:

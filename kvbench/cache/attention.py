@@ -94,7 +94,7 @@ def attend_and_sum(seen: Observation, statistic: Literal["column_sums", "moments
         out = attended.out
     given: dict[str, Any] = {"sinks": sinks, "log_sum_exp": log_sum_exp, "attended": attended}
     if statistic == "moments":
-        seen.known["first", 0], seen.known["second", 0] = attention_moments(
+        seen.known["moment sums", 0], seen.known["moment squares", 0] = attention_moments(
             queries, seen.keys, *call, aligned=in_order, **given
         )
     else:

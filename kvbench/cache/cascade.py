@@ -27,12 +27,12 @@ RANKED = "scores", "tie_break", "protected", "spared"
 
 
 def can_cut(sequence: CachedSequence) -> bool:
-    """Whether the layers of a sequence are cut together: they have plain slots, and evicted tokens are dropped."""
+    """Whether the layers of a sequence are cut together: plain slots without codes, and evicted tokens are dropped."""
     policy = sequence.policy
     if policy.merger.merges or policy.schedule.rerotate or policy.allocator.per_head:
         return False
     stores = [layer.store for layer in sequence.layers if layer.opened]
-    return all(isinstance(store, SlotStore) and store.starts is None for store in stores)
+    return all(isinstance(store, SlotStore) and store.holds_exact and store.starts is None for store in stores)
 
 
 def cut_to_shares(sequences: Sequence[CachedSequence], measured: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvbench.cache import attend as backends
 from kvbench.cache.compaction import cascades, compact, takes_rows
 from kvbench.cache.extra import Extra, When
+from kvbench.cache.layer import Layer
 from kvbench.cache.rows import LazyObservation, Rows, evict
 from kvbench.cache.step import Step
 from kvbench.kernels.references import FEW_QUERIES
@@ -177,17 +178,22 @@ def batches(steps: Sequence[Step]) -> Iterable[list[Step]]:
     """
     alike: dict[object, list[Step]] = {}
     for step in steps:
-        held, sequence, layer = step.layer.store, step.sequence, step.layer
-        assert isinstance(held, SlotStore)
-        tensors = tuple((name, x.shape[1:2] + x.shape[3:], x.dtype, x.device) for name, x in held.memory.items())
-        memory = tuple((name, x.shape) for name, x in layer.memory.items())
-        own = sequence.rule if step.known is None else sequence
+        own = step.sequence.rule if step.known is None else step.sequence
         window = None if step.window is None else step.window[0].shape
-        counts = excess_of(step) > 0, step.spare, step.prompt_done, layer.count, held.used, held.slots
-        key = own, step.policy.schedule, step.span, step.fresh, counts, tensors, memory, window, step.params[:3]
+        counts, form = (excess_of(step) > 0, step.spare, step.prompt_done), form_of(step.layer)
+        key = own, step.policy.schedule, step.span, step.fresh, counts, form, window, step.params[:3]
         alike.setdefault(key, []).append(step)
     for some in alike.values():
         yield from similar(some, [step.budget for step in some])
+
+
+def form_of(layer: Layer) -> object:
+    """Layers of equal forms have tensors that can be rows of one."""
+    held = layer.store
+    assert isinstance(held, SlotStore)
+    tensors = tuple((name, x.shape[1:2] + x.shape[3:], x.dtype, x.device) for name, x in held.memory.items())
+    memory = tuple((name, x.shape) for name, x in layer.memory.items())
+    return tensors, memory, layer.count, held.used, held.slots
 
 
 def similar(steps: Sequence[Step], budgets: Sequence[int], most: int | None = None) -> Iterable[list[Step]]:

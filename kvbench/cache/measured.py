@@ -5,7 +5,7 @@ Shapes: H_kv KV heads, T slots.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.cache.attend import backend_of
 from kvbench.cache.cascade import can_cut, cut_to_shares
 from kvbench.cache.compaction import compact, takes_rows
-from kvbench.cache.eviction import StepRows, excess_of, note_decision, similar
+from kvbench.cache.eviction import StepRows, excess_of, form_of, note_decision, similar
 from kvbench.cache.extra import Extra, When
 from kvbench.cache.rows import Rows
 from kvbench.cache.step import Step
@@ -158,13 +158,15 @@ def _share(measured: RankedLayer) -> bool:
 
 def _compact_to_shares(steps: Sequence[Step]) -> None:
     """Evict from layers of a sequence that were ranked already, down to their shares."""
-    due, shares = [], steps[0].sequence.budgets.shares
-    for step in steps:
-        if step.layer.count > shares[step.layer.index]:
-            due.append(step)
+    shares = steps[0].sequence.budgets.shares
+    due = [step for step in steps if step.layer.count > shares[step.layer.index]]
     together = all(takes_rows(step) for step in due) and not steps[0].policy.needs.layer
-    most = backend_of(due[0].store.positions).workspace if due and together else 0
-    for some in similar(due, [shares[step.layer.index] for step in due], most):
+    alike: dict[object, list[Step]] = {}
+    for step in due:
+        alike.setdefault(form_of(step.layer) if together else step.layer, []).append(step)
+    most = backend_of(steps[0].store.positions).workspace
+    each = (similar(some, [shares[step.layer.index] for step in some], most) for some in alike.values())
+    for some in chain.from_iterable(each):
         budgets = [shares[step.layer.index] for step in some]
         rankings = [step.layer.ranking for step in some if step.layer.ranking is not None]
         assert some[0].policy.scorer is not None

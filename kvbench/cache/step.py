@@ -139,7 +139,7 @@ class Step:
             window=window,
             slots=held.slots._replace(
                 whole=self.layer.count == span.end,
-                moved=held.state[MOVED][..., 0] if policy.schedule.rerotate else None,
+                moved=held.state[MOVED][..., 0] if MOVED in policy.needs.statistics else None,
             ),
             sequences=SequenceInfo(
                 last=span.end - 1 if self.sequence.clock is None else None,

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvbench.kernels.code_formats import Coded, fits
 from kvbench.kernels.devices import decodes
 from kvbench.kernels.references import NewTokens, append, decode_attention_flat_ref, widen
+from kvbench.kernels.selection import take
 from kvbench.kernels.token_codes import append_codes, decode_codes
 from kvbench.policies.constants import is_checked
 from kvbench.policies.observation import AttentionParams
@@ -122,12 +123,18 @@ class TokenCodeLayer(SlotStore):
         self._enter(self._encoded(keys, values, positions[:, None].expand(-1, keys.shape[1], -1)), positions)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        """Only what differs from the present contents is coded: coding the others again would change them."""
         assert bias is None, "only exact stores hold a bias"
         if not self.coded:
             super().write(slots, keys, values)
             return
+        differs = [(x != take(held, slots)).any(-1) for x, held in ((keys, self.keys), (values, self.values))]
         self._fresh = ()  # a merged token is not exact any more
-        self._put(slots, self._encoded(keys, values, self.positions.gather(2, slots)), all_names=False)
+        codes = self._encoded(keys, values, self.positions.gather(2, slots).masked_fill(~(differs[0] | differs[1]), -1))
+        for name, x in codes.items():
+            side = differs[SIDES.index(name.partition(" ")[0])]
+            codes[name] = torch.where(side if x.dim() == 3 else side[..., None], x, take(self._view(name), slots))
+        self._put(slots, codes, all_names=False)
 
     def settle(self) -> None:
         self._fresh = ()
@@ -166,13 +173,9 @@ class TokenCodeLayer(SlotStore):
         exact = self._exact()
         if exact is not None and exact.slots.shape[2] == 1 and decodes(queries) and self.step_format is not None:
             return self._attend_in_kernel(queries, positions, how, exact)
-        rows = widen(queries)
-        rotation = self.codec.rotation(rows)
-        if rotation is not None:
-            rows = rows @ rotation
-            if exact is not None:
-                keys, values = (x.to(rows.dtype) @ rotation for x in (exact.keys, exact.values))
-                exact = exact._replace(keys=keys, values=values)
+        rows = self._rotated(widen(queries))
+        if exact is not None:
+            exact = exact._replace(**{side: self._rotated(getattr(exact, side).to(rows.dtype)) for side in SIDES})
         blocks, count = (self._block(0), self._block(1)), self.positions.shape[2]
         out, _ = attend_to_codes(
             rows, positions, how, lambda x: scores_by_block(x, count, blocks[0]),
@@ -180,6 +183,11 @@ class TokenCodeLayer(SlotStore):
         )  # fmt: skip
         rotation = self.codec.rotation(out)
         return (out if rotation is None else out @ rotation.mT).to(queries.dtype)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        """x [...,D] as it is coded; keys and values may differ in D."""
+        rotation = self.codec.rotation(x)
+        return x if rotation is None else x @ rotation
 
     def attend_newest(
         self, queries: Tensor, positions: Tensor, how: AttentionParams, keys: Tensor, values: Tensor
@@ -223,7 +231,8 @@ def decode_step(
     """
     dims, rotation = (new.keys.shape[-1], new.values.shape[-1]), codec.rotation(queries)
     keys, values = (coded(codec, memory, side, dim) for side, dim in enumerate(dims))
-    if keys is None or values is None or not decodes(queries):
+    unlike = rotation is not None and dims[0] != dims[1]  # kernels rotate both sides by one matrix
+    if keys is None or values is None or unlike or not decodes(queries):
         return decode_step_ref(codec, queries, new, memory, places, segments, most, how, write, clipped)
     wide, back = queries, None if rotation is None else rotation.mT
     if write and not keys.format.encodes:

@@ -95,6 +95,7 @@ class Caote(ValueAware):
             values = values.masked_fill(~counted[..., None], 0.0)  # other slots must not enter the sums
         alpha = normalise(scores, None if counted is None else counted[:, :, None], how)
         values = widen(values)
+        alpha = alpha.to(values.dtype)  # random scores are float32 in a float64 model too
         centre = self.centre(alpha, values, counted)
         return distances(centre, values).mul_(alpha / (1 - alpha).clamp_(min=self.eps))
 

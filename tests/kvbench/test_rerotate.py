@@ -75,6 +75,12 @@ def test_logits_are_those_behind_kvpress_with_its_keys_rotated_anew(family: str)
     torch.testing.assert_close(logits, torch.cat(theirs, dim=1), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("store", ["zipcache", "think"])
+def test_rerotation_changes_nothing_where_no_token_is_evicted(store: str) -> None:
+    turned, plain = (ours(tiny(), store, rerotate=rerotate)[0] for rerotate in (True, False))
+    assert torch.equal(turned, plain)
+
+
 @torch.inference_mode()
 def test_rotated_keys_are_rotated_again_by_a_second_prompt() -> None:
     model = tiny()

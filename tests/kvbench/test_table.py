@@ -218,6 +218,17 @@ def test_codes_below_their_budget_grow_and_then_evict() -> None:
         assert [one[:3] for one in together] == [one[:3] for one in decoded(model, some)]
 
 
+@pytest.mark.parametrize("slug", ["d2o_no_layer_turboquant", "cam_turboquant"])
+def test_only_merged_tokens_are_coded_again_in_the_table_and_outside(slug: str) -> None:
+    """TurboQuant's codes of its codes differ from them."""
+    some, model, shares = policies([slug]), model_of(), list[float]()
+    with patch(BACKEND, lambda like: TorchBackend()):
+        together = decoded(model, some, shares)
+    assert min(shares) > 0
+    with patch("kvbench.cache.tables.can_join", lambda sequence: False):
+        assert [one[:3] for one in together] == [one[:3] for one in decoded(model, some)]
+
+
 @pytest.mark.parametrize(
     "family", few_fast(HYBRIDS, ("nemotron_h", "zaya"), pytest.mark.slow("runs every hybrid family"))
 )

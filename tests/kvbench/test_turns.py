@@ -72,6 +72,22 @@ def test_every_prompt_of_a_conversation_is_brought_to_the_budget(slug: str) -> N
     assert float(per_layer.sum()) >= LAYERS * BUDGET - 2 * LAYERS  # and it is used
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("slug", ["d2o", "cake_int8"])
+def test_layers_that_kept_unlike_numbers_of_tokens_share_the_budget_of_the_next_prompt(slug: str) -> None:
+    """Also where they hold codes."""
+    own = prepare(tiny(layers=4))
+    held, ids = KVCache(own.config, make_policy(slug, BUDGET, decode="evict"), TURNS[0]), torch.tensor([prompt(114)])
+    own(ids[:, :56], past_key_values=held)
+    before = held.kept_tokens()[:, 0, 0].tolist()
+    assert len(set(before)) > 2
+    assert sum(before) == 4 * BUDGET
+    held.next_prompt(58)
+    own(ids[:, 56:], past_key_values=held)
+    held.audit()
+    assert held.kept_tokens()[:, 0].sum(0).tolist() == [4 * BUDGET] * KV_HEADS
+
+
 # what the second prompt's eviction is, by hand
 
 

@@ -76,6 +76,7 @@ def test_full_is_transformers_own_attention_and_text(family: str) -> None:
         ("tova", {}, BUDGET),
         ("caote_h2o", {"block": 8}, BUDGET),
         ("kivi", {"group": 4, "residual": 8}, 45 + NEW - 1),
+        ("turboquant", {}, 45 + NEW - 1),
         ("quest", {"reader.page": 8}, 45 + NEW - 1),
     ],
 )
@@ -91,7 +92,12 @@ def test_every_kv_head_holds_the_budget(family: str, slug: str, fields: dict[str
 @pytest.mark.parametrize("family", SHAPES)
 def test_heads_of_a_layer_share_its_slots_and_layers_their_mean(family: str) -> None:
     ids = torch.tensor([prompt(45)])
-    for slug, fields in (("ada_snapkv", {"window": 8}), ("pyramidkv", {"window": 8}), ("d2o", {})):
+    for slug, fields in (
+        ("ada_snapkv", {"window": 8}),
+        ("pyramidkv", {"window": 8}),
+        ("d2o", {}),
+        ("cake", {"window": 8, "cascading": False}),
+    ):
         kept = held(generate_tokens(model_of(family), ids, make_policy(slug, BUDGET, **fields), max_new_tokens=1).cache)
         means = [sum(heads) / len(heads) for heads in kept]
         assert sum(means) == BUDGET * len(kept)

@@ -3,7 +3,10 @@
 import pytest
 import torch
 from kv_crafted import observed
+from kv_models import prompt, tiny
+from kv_runs import run_greedy
 
+from kvbench import make_policy
 from kvbench.policies.observation import Observation, Phase, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.h2o import H2O
@@ -82,3 +85,8 @@ def spared_of(tokens: int, budget: int, phase: Phase) -> set[int]:
 def test_one_decoded_token_leaves_as_many_candidates_as_easykv(budget: int, others: int) -> None:
     """Its top-k of the budget - floor(0.3 * budget) smallest deviations, of budget + 1; the newest ten are infinite."""
     assert spared_of(budget + 1, budget, "decode") == {*range(others - 10), *range(budget + 1 - 10, budget + 1)}
+
+
+def test_blocks_without_sinks_are_evicted_to_the_budget() -> None:
+    run = run_greedy(tiny(), [prompt(40)], make_policy("roco", 24, sinks=0, recent=4, block=16), 2)
+    assert [len(head) for kept in run.of_row(0) for layer in kept for head in layer] == [16] * 4 + [24] * 12

@@ -11,8 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kv_crafted import Crafted, drawn, rankings
 from kv_examples import ALPHA, BLOCKWISE, CALLS, CANDIDATES, FIVE_VALUES, OUTPUTS, SECOND_ALPHA, Blockwise, crafted
+from kv_models import prompt, tiny
 from kv_oracle import Rules
-from kv_runs import policy_for
+from kv_runs import policy_for, run_greedy
 from torch import Tensor
 
 from kvbench import make_policy
@@ -167,3 +168,9 @@ def errors(wrapper: Caote, alpha: Tensor, values: Tensor) -> Tensor:
 def test_a_weight_that_rounds_to_one_gives_a_finite_score() -> None:
     got = errors(FastCaote(), torch.tensor([1.0, 0.0]), torch.tensor([[2.0, 0.0], [0.0, 0.0]]))
     assert got.tolist() == [pytest.approx(1e6, rel=1e-5), 0.0]  # 1 / 1e-6 times the distance 1 from the mean
+
+
+@pytest.mark.parametrize(("slug", "fields"), [("caote_random", {}), ("caote_vase", {"window": 6})])
+def test_scores_in_float32_weigh_the_values_of_a_float64_model(slug: str, fields: dict[str, Any]) -> None:
+    run = run_greedy(tiny(), [prompt(40)], make_policy(slug, 24, schedule="prompt", **fields), 1)
+    assert [len(head) for layer in run.of_row(0)[0] for head in layer] == [24] * 4
