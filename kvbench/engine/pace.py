@@ -50,7 +50,8 @@ class Pace:
         """Whether an example of `more` sequences may start beside the examples `started` of `in_flight` sequences."""
         if not self._seconds or in_flight + more > GROWTH * self._widest[0]:
             return False
-        prefill, step = self._prefill(new.tokens, more), self._step(in_flight + more)
+        last, per_token = self._prefilled
+        prefill, step = per_token * new.tokens * max(1.0, more / last), self._step(in_flight + more)
         return all(self._in_time(work, prefill, step) for work in (*started, new))
 
     def _in_time(self, work: Work, prefill: float, step: float) -> bool:
@@ -65,11 +66,6 @@ class Pace:
             work.seconds + prefill + (steps - taken) * step <= max(self._seconds, 2 * (own + steps * fast))
             for steps in (taken, min(max(turn, taken), work.steps), work.steps)
         )
-
-    def _prefill(self, tokens: int, sequences: int) -> float:
-        """Predicted seconds of a prefill for this many sequences."""
-        last, per_token = self._prefilled
-        return per_token * tokens * max(1.0, sequences / last)
 
     def _step(self, sequences: int) -> float:
         """Predicted seconds of a step of this many sequences."""

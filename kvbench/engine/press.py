@@ -74,11 +74,6 @@ class PressedCache(DynamicCache):
         """The entries, counted call by call."""
         return self.entries
 
-    def feed(self, tokens: int) -> None:
-        """Count the entries that the next call of `tokens` tokens finds."""
-        held = [layer.keys.shape[2] for layer in self.used_layers]
-        self.entries += fmean(fed(h, tokens) for h in held or [0])
-
     def note_bytes(self) -> None:
         """Update the peak."""
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
@@ -133,7 +128,8 @@ def generate(model: PreTrainedModel, request: Request, policy: KVPress) -> Gener
 
 def _append(model: PreTrainedModel, sequence: LiveSequence, tokens: Tensor, cache: PressedCache) -> Tensor:
     """Append tokens [1,M] to a sequence; the logits [1,V] after them. kvpress detects a prefill by `cache_position`."""
-    cache.feed(tokens.shape[1])
+    held = [layer.keys.shape[2] for layer in cache.used_layers]
+    cache.entries += fmean(fed(h, tokens.shape[1]) for h in held or [0])  # that the call finds
     positions = sequence.position + torch.arange(tokens.shape[1], device=tokens.device)
     sequence.position += tokens.shape[1]
     call = {"position_ids": positions[None], "cache_position": positions, "past_key_values": cache}
