@@ -23,6 +23,7 @@ from kvbench.engine.recorder import CALL_TOKENS, Recorder
 from kvbench.engine.scores import MostKept, Scores, joined, score
 from kvbench.engine.sequence import LiveSequence, Played, Request, choose_next
 from kvbench.models.devices import now
+from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
 from kvbench.run.run import check_context
@@ -330,15 +331,26 @@ def _append_to_all(
     """Append given tokens [1,M] to every sequence: the logits [s,n,V] of each call, and the s sequences that are in it.
 
     logits [S,V]: before the first token. at_once: the most tokens of one call. keep: as for `append_given`. Tokens come
-    one by one if each must be rated before it is appended, if a store compresses between two, if the model would rotate
-    all of a call by the length of the last token, or if it would reset its recurrent layers.
+    one by one if each must be rated before it is appended, if a store compresses or all layers evict together between
+    two, if the model would rotate all of a call by the length of the last token, or if it would reset its recurrent
+    layers.
     """
     groups: dict[bool, list[int]] = {}
     for index, sequence in enumerate(sequences):
-        groups.setdefault(sequence.policy.rates or not sequence.policy.store.exact, []).append(index)
+        policy = sequence.policy
+        single = policy.rates or not policy.store.exact or _evicts_jointly(policy)
+        groups.setdefault(single, []).append(index)
     for single, some in groups.items():
         cache = together([cache for index in some if (cache := sequences[index].cache) is not None])
         single = single or layout_of(model.config).needs_one_call(cache.seen + tokens.shape[1])
         size = 1 if single else min(GIVEN_TOKENS, max(1, at_once // len(some)))
         for out in append_given(model, cache, tokens.expand(len(some), -1), size, logits[some], keep):
             yield some, out
+
+
+def _evicts_jointly(policy: Policy) -> bool:
+    """Whether an eviction after a decoded token waits for the scores of all layers."""
+    allocator, schedule = policy.allocator, policy.schedule
+    if isinstance(allocator, JointAllocator) and not allocator.per_head and schedule.decoding_evicts:
+        return True
+    return schedule.late and isinstance(allocator, JointAllocator | StatisticAllocator)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
+from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.prefill import prefill_prompts
 from kvbench.engine.sequence import LiveSequence, Request, script_of
 from kvbench.engine.teacher_forcing import score_pair, text_scores
@@ -180,3 +181,25 @@ def test_every_token_is_rated_once_as_by_a_cache_that_is_fed_token_by_token(slug
 def test_a_policy_that_would_evict_nothing_while_a_text_is_read_is_refused(policy: Policy, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         text_scores(model(), IDS, policy)
+
+
+@pytest.mark.parametrize(
+    ("slug", "fields"),
+    [
+        ("paged_snapkv", {**SMALL, "unit": "token", "heads": "model", "every": 3, "decode": "evict"}),
+        ("cake", {**SMALL, "late": True}),
+        ("global_h2o", {"late": True, "decode": "evict"}),
+    ],
+)
+def test_layers_that_evict_together_do_so_after_each_scored_token(slug: str, fields: dict[str, Any]) -> None:
+    """As after tokens that are generated: those of the first run are scored by the second."""
+    policy, flight = make_policy(slug, 20, **fields), DecodeBatch(model())
+    ((wrote,),) = flight.admit([Request(script_of(PROMPT), 12)], [policy])
+    while flight.in_flight:
+        flight.step()
+    given = Request(script_of(PROMPT, scored=torch.tensor([wrote.tokens])), 0)
+    ((scored,),) = DecodeBatch(model()).admit([given], [policy])
+    assert (wrote.error, scored.error) == (None, None)
+    assert wrote.cache is not None
+    assert scored.cache is not None
+    assert kept_now(scored.cache) == kept_now(wrote.cache)
