@@ -184,6 +184,7 @@ def decode_cases(dtype: torch.dtype, dim: int, everything: bool) -> dict[str, di
         "packed": {**dense, "packed": True},
         "flat, new tokens, sums": {**flat, "new_tokens": token, "sums": torch.zeros(H_KV * T, G)},
         "weights and a bias": {**dense, "weights": True, "bias": bias},
+        "flat, new tokens, a bias": {**flat, "new_tokens": token, "bias": torch.zeros(H_KV * T)},
         "soft cap, window and sinks": {**dense, "softcap": 50.0, "sliding_window": 64, "sinks": torch.zeros(H_KV * G)},
         "one part, sinks": {**dense, "sinks": torch.zeros(H_KV * G), "programs": 1},
     }
