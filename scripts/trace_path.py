@@ -166,7 +166,7 @@ def print_code() -> None:
     print(f"files that ask for a device: {len(asking)}, of which by themselves {', '.join(direct)}")
     lines = {folder: sum(len(text.splitlines()) for text in sources(folder).values()) for folder in HOLDING}
     print(f"lines: {', '.join(f'{folder} {count}' for folder, count in lines.items())}, together {sum(lines.values())}")
-    trees = [ast.parse(text) for text in (sources(*HOLDING) | sources("policies")).values()]
+    trees = [ast.parse(text) for text in sources(*HOLDING, "policies").values()]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     largest = sorted(((members(found), found.name) for found in classes), reverse=True)[:5]
     print(f"members of the largest classes: {', '.join(f'{name} {count}' for count, name in largest)}")

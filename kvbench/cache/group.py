@@ -255,7 +255,7 @@ class GroupRows(Rows):
             phase="decode",
             params=how,
             window=group.window(self._which, queries, places) if WINDOW[0] in group.state else None,
-            slots=SlotInfo(ascending=False, whole=False, packed=self.slots.packed, bias=self.slots.bias),
+            slots=SlotInfo(ascending=False, whole=False, packed=slots.packed, bias=slots.bias),
             sequences=SequenceInfo(
                 opens=(True,) * len(places),
                 budgets=tuple(kind.budgets[group.layers[index]] for index in layers for kind in kinds),

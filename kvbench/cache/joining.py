@@ -18,8 +18,10 @@ def steps_alike(policy: Policy) -> bool:
     A sequence that evicts `every` tokens at once leaves its table for that, and enters it again.
     """
     schedule = policy.schedule
-    if policy.reader is not None or not policy.decoding_evicts:
-        return policy.reader is None
+    if policy.reader is not None:
+        return False
+    if not policy.decoding_evicts:
+        return True
     if policy.needs.hidden or schedule.rerotate:
         return False
     return schedule.evicts_last and (schedule.every == 1 or not policy.allocator.per_head)

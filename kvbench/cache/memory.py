@@ -16,7 +16,6 @@ from kvbench.cache.layer import Layer
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import copy_each
 
-BIAS = "bias", 1  # the bias of slots among statistics, if a merger fitted one
 EMPTY, PADDING, RESERVED = 0, 1, 2  # slots of kernels: always empty, written by padding; the number of them
 
 
@@ -60,6 +59,12 @@ class FlatMemory:
         place = self._place[layer.index]
         here = self._held[place][layer]
         return self.positions[place, here.start : here.stop]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of every slot [L,N], if a merger fitted one."""
+        found = self.statistics.get(("bias", 1))
+        return None if found is None else found[..., 0]
 
     @property
     def used_share(self) -> float:

@@ -13,7 +13,7 @@ from kvbench.cache.attend.backend import Backend, GroupSlots, LayerStep, Segment
 from kvbench.cache.layer import Layer
 from kvbench.cache.memory import FlatMemory, slot_store
 from kvbench.kernels.prompt import attention_behind, masked_attention
-from kvbench.kernels.references import append, attention_logits, decode_attention_flat_ref, grouped_attention, weigh
+from kvbench.kernels.references import append, attention_logits, grouped_attention, weigh
 from kvbench.policies.latents import expanded
 from kvbench.policies.mergers.merger import Vectors
 from kvbench.policies.observation import AttentionParams, known_weights
@@ -36,7 +36,6 @@ class TorchBackend(Backend):
 
     def __init__(self) -> None:
         self._layers: Sequence[Sequence[Layer]] = []  # of every row
-        self._counts: list[list[list[int]]] = []  # [L][P][H]
         self._positions: list[int] = []  # of the next token of every row
         self._weights: dict[tuple[int, int], Tensor] = {}  # [1,H,G,1,T] by layer and row
 
@@ -47,12 +46,12 @@ class TorchBackend(Backend):
 
     def begin(self, memory: FlatMemory, lengths: Mapping[str, Tensor], layers: Sequence[Sequence[Layer]]) -> None:
         self._layers, self._weights = layers, {}
-        self._counts, self._positions = lengths["counts"].tolist(), lengths["next"].flatten().tolist()
+        counts, self._positions = lengths["counts"].tolist(), lengths["next"].flatten().tolist()  # [L][P][H]
         for row, own in enumerate(layers):
             for index, layer in enumerate(own):
                 store = slot_store(layer)
                 if not isinstance(store, RingLayer):  # which counts its tokens itself
-                    store.used = max(self._counts[index][row])
+                    store.used = max(counts[index][row])
                 if store.counts is not None:
                     store.counts = lengths["counts"][index, row][None]
 
@@ -72,30 +71,23 @@ class TorchBackend(Backend):
             store, here = slot_store(layers[index]), slice(row, row + 1)
             call = step.queries[here], step.positions[here], step.params
             token = step.new.keys[here], step.new.values[here]
-            out = None
             if isinstance(store, RingLayer):
                 store.append(*token, step.positions[here])
-                out = store.attend(*call)
-            elif isinstance(store, TokenCodeLayer):
-                out = store.attend_newest(*call, *token)
+            out = store.attend_newest(*call, *token) if isinstance(store, TokenCodeLayer) else store.attend(*call)
             outs.append(self._attend_row(step, row, store) if out is None else out)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_row(self, step: LayerStep, row: int, store: SlotStore) -> Tensor:
-        """Attention of the newest query of a row over its slots, none of which is empty."""
+        """Attention of the newest query of a row over its slots, as many in every head, none of which is empty."""
         index, params, here = step.index, step.params, slice(row, row + 1)
         queries, at = step.queries[here], step.positions[here]
         scores = self._layers[row][index].policy.needs.newest_row and not step.appended
         if params.latents is not None:
             store, params, scores = expanded(store, params.latents, {}), params._replace(latents=None), False
-        if store.starts is not None:
-            flat = store.memory["keys"], store.memory["values"], at, store.memory["positions"], store.starts
-            counts, bias = at.new_tensor([self._counts[index][row]]), store.memory.get("bias")
-            return decode_attention_flat_ref(queries, *flat, counts, store.used, *params.for_kernels, bias=bias).out
         window = params.sliding_window
         if window is not None and self._positions[row] < window:  # it hides no token
             params = params._replace(sliding_window=None)
-        if not is_plain(params) or store.slots.bias is not None:
+        if not is_plain(params) or "bias" in store.memory:
             return attend_slots(queries, at, store, params)
         if window is not None or not scores:
             return grouped_attention(queries, store.keys, store.values, None, params.scaling)
@@ -149,7 +141,7 @@ class _Viewed(GroupSlots):
         states = [store.state for store in stores]
         self.state = {name: padded([state[name] for state in states]) for name in statistics}
         self.known = known_weights(padded(weights, dim=-1)) if weights else {}
-        biases = [bias for store in stores if (bias := store.slots.bias) is not None]
+        biases = [bias for store in stores if "bias" in store.memory and (bias := store.slots.bias) is not None]
         self.bias = padded(biases) if biases else None
         self.packed = len({store.used for store in stores}) == 1 and all(store.starts is None for store in stores)
 

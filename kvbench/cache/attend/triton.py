@@ -13,7 +13,7 @@ from kvbench.cache.attend.backend import Backend, GroupSlots, LayerStep, Segment
 from kvbench.cache.attend.torch import attend_slots
 from kvbench.cache.device_groups import ring_of
 from kvbench.cache.layer import Layer
-from kvbench.cache.memory import BIAS, EMPTY, RESERVED, FlatMemory
+from kvbench.cache.memory import EMPTY, RESERVED, FlatMemory
 from kvbench.kernels.decode import decode_attention, decode_attention_flat
 from kvbench.kernels.devices import decodes, use_triton
 from kvbench.kernels.prompt import prompt_attention
@@ -91,7 +91,7 @@ class TritonBackend(Backend):
         stored = tensors["keys"], tensors["values"], *places, *segments, step.longest
         sums = None if memory.weights is None or step.appended else memory.weights[index]
         new = None if step.appended else step.new
-        bias = memory.statistics[BIAS][index, :, 0] if BIAS in memory.statistics else None
+        bias = None if memory.bias is None else memory.bias[index]
         return decode_attention_flat(queries, *stored, *params.for_kernels, sums=sums, new_tokens=new, bias=bias).out
 
     def collect_weights(self, memory: FlatMemory, heads: int) -> None:
@@ -125,7 +125,7 @@ class _Gathered(GroupSlots):
         self.positions = memory.positions.view(-1)[where]
         self.state = {name: x[where] for name, x in self._stored.items()}
         self.known = {}
-        self.bias = memory.statistics[BIAS].flatten(0, 1)[where][..., 0] if BIAS in memory.statistics else None
+        self.bias = None if memory.bias is None else memory.bias.flatten()[where]
         if memory.weights is not None:
             self.known = known_weights(memory.weights.flatten(0, 1)[where].transpose(-1, -2)[:, :, :, None])
 
